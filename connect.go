@@ -1,0 +1,147 @@
+package outbox
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+// sessionSettings are what a reader's session needs. They are sent with the
+// connection's start, so a database's or a role's own defaults do not count.
+var sessionSettings = map[string]string{
+	// A policy is an error and not a silent gap.
+	"row_security": "off",
+	// A statement sees what committed before it began; with a stricter level
+	// as the database's default, positions would conflict (40001).
+	"default_transaction_isolation": "read committed",
+	"search_path":                   "",
+	// The statements are small and their plans known: by index, in order. The
+	// statistics of a table that was empty a minute ago are not.
+	"jit":                             "off",
+	"enable_seqscan":                  "off",
+	"enable_bitmapscan":               "off",
+	"max_parallel_workers_per_gather": "0",
+}
+
+// consumerPool is the configuration of a Consumer's own pool.
+func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
+	pool := db.Copy()
+	pool.MaxConns = int32(config.MaxConns - 1) //nolint:gosec // a small number
+	pool.MinConns = 0
+	pool.MinIdleConns = 0
+	params := maps.Clone(pool.ConnConfig.RuntimeParams)
+	if params == nil {
+		params = map[string]string{}
+	}
+	maps.Copy(params, sessionSettings)
+	if params["application_name"] == "" {
+		params["application_name"] = "watermill-outbox"
+	}
+	pool.ConnConfig.RuntimeParams = params
+	return pool
+}
+
+// consumerText asks for what a consumer needs beyond the right tables.
+const consumerText = `
+SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, current_user::text,
+       coalesce((SELECT string_agg(w.privilege || ' on ' || w.name, ', ')
+           FROM (VALUES ('messages', 'SELECT'), ('messages_id_seq', 'SELECT'), ('boot', 'INSERT'), ('boot', 'SELECT'),
+                        ('cursors', 'INSERT'), ('cursors', 'UPDATE'), ('cursors', 'SELECT'),
+                        ('processes', 'INSERT'), ('processes', 'UPDATE'), ('processes', 'DELETE')) AS w (name, privilege)
+           LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
+           WHERE c.oid IS NULL OR NOT has_table_privilege(c.oid, w.privilege)), '')
+FROM pg_catalog.pg_namespace n WHERE n.nspname = $1::text`
+
+// checkConsumer refuses an installation that would not deliver.
+func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, logger watermill.LoggerAdapter) error {
+	row := schema.PgxRow(pool)
+	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
+		return err
+	}
+	var readOnly bool
+	var role, missing string
+	if err := row(ctx, consumerText, []any{schemaName}, &readOnly, &role, &missing); err != nil {
+		return fmt.Errorf("schema %q: look at privileges: %w", schemaName, err)
+	}
+	if readOnly {
+		return ErrReadOnly
+	}
+	if missing != "" {
+		return fmt.Errorf("schema %q: role %q lacks %s: run the script printed by schema.Grants", schemaName, role, missing)
+	}
+	var hidden bool
+	err := row(ctx, `SELECT coalesce(bool_or(row_security_active(c.oid)), false)
+		FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+		WHERE n.nspname = $1::text AND c.relkind IN ('r', 'p')`, []any{schemaName}, &hidden)
+	if err != nil {
+		return fmt.Errorf("schema %q: look at row-level security: %w", schemaName, err)
+	}
+	if hidden {
+		return fmt.Errorf("schema %q, role %q: %w", schemaName, role, ErrRowSecurity)
+	}
+	differences, err := schema.Check(ctx, pool, schema.Config{Name: schemaName})
+	if err != nil {
+		return err
+	}
+	for _, d := range differences {
+		if d.Severity == schema.SeverityWarning {
+			logger.Info("The outbox's tables: "+d.String(), watermill.LogFields{"schema": schemaName})
+		}
+	}
+	return schema.Errors(differences)
+}
+
+// reservedConn is one connection outside every pool, opened when it is first
+// needed and again after a failure. It has one user, the goroutine that renews
+// the lease; close may come from elsewhere.
+type reservedConn struct {
+	config *pgx.ConnConfig
+
+	mu   sync.Mutex
+	conn *pgx.Conn
+}
+
+// Exec runs one statement.
+func (r *reservedConn) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.conn == nil || r.conn.IsClosed() {
+		conn, err := pgx.ConnectConfig(ctx, r.config.Copy())
+		if err != nil {
+			return pgconn.CommandTag{}, err
+		}
+		r.conn = conn
+	}
+	tag, err := r.conn.Exec(ctx, sql, args...)
+	if err != nil {
+		// It may belong to a server that is no longer the right one.
+		r.drop()
+	}
+	return tag, err
+}
+
+// drop closes the connection. Called with mu held.
+func (r *reservedConn) drop() {
+	if r.conn == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_ = r.conn.Close(ctx) // nothing depends on a polite goodbye
+	r.conn = nil
+}
+
+func (r *reservedConn) close() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.drop()
+}

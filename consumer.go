@@ -1,0 +1,279 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/millrace/watermill-outbox/internal/cursor"
+	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/watch"
+	"github.com/millrace/watermill-outbox/internal/window"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+const (
+	// DefaultMaxConns is the most connections a Consumer opens.
+	DefaultMaxConns = 8
+	// MinMaxConns leaves one connection for pages and positions beside the one
+	// that is reserved for the lease.
+	MinMaxConns = 2
+
+	// DefaultPollInterval is the longest time between two looks for messages.
+	DefaultPollInterval = 100 * time.Millisecond
+	// MinPollInterval keeps an idle process from loading the server.
+	MinPollInterval = time.Millisecond
+	// MaxPollInterval is where polling stops being one.
+	MaxPollInterval = time.Minute
+
+	// DefaultCheckpointInterval is the time between two writes of positions.
+	DefaultCheckpointInterval = 250 * time.Millisecond
+
+	// DefaultLease is how long a process that died without a word keeps others
+	// waiting.
+	DefaultLease = 10 * time.Second
+	// MinLease leaves room for three renewals with a busy server.
+	MinLease = time.Second
+
+	// DefaultQueryTimeout bounds each statement of a Consumer.
+	DefaultQueryTimeout = 15 * time.Second
+
+	// claimInterval is the time between two looks for cursors that another
+	// process holds. A clean hand-over takes that long.
+	claimInterval = 150 * time.Millisecond
+	// lookInterval is how often each reader looks for messages by itself,
+	// whatever the watcher says; it also moves the position of an idle topic.
+	lookInterval = 30 * time.Second
+	// idleCheckpoint is how often the positions of idle topics are stored.
+	idleCheckpoint = time.Minute
+)
+
+// ConsumerConfig configures a Consumer. The zero value works.
+type ConsumerConfig struct {
+	// Schema is the schema the outbox tables live in. Defaults to
+	// schema.DefaultName ("outbox").
+	Schema string
+
+	// MaxConns is the most connections this process uses for consuming,
+	// however many subscribers hang on the Consumer; one of them is reserved
+	// for the lease. They are none of the application's, so neither starves
+	// the other. More help when many topics are busy at once. At least
+	// MinMaxConns. Defaults to DefaultMaxConns.
+	MaxConns int
+
+	// PollInterval is the longest time between two looks for new messages: one
+	// statement per process, whatever the number of topics. It is the delay a
+	// message sees after a quiet time; after news the looks come up to ten
+	// times as often, and a backlog is read without any pause. Shorter costs
+	// the server more statements while idle. Between MinPollInterval and
+	// MaxPollInterval. Defaults to DefaultPollInterval.
+	PollInterval time.Duration
+
+	// CheckpointInterval is the time between two writes of the positions that
+	// moved, in one statement for all topics. What was acked since the last
+	// one is delivered again after a crash (never after Close). Shorter
+	// repeats less and writes more. Defaults to DefaultCheckpointInterval.
+	CheckpointInterval time.Duration
+
+	// Lease is how long the process may be out of touch with the database
+	// before others take over its topics, and so how long they wait when it
+	// dies. It is renewed three times as often. Longer survives longer
+	// interruptions without a hand-over. The same in all processes of an
+	// outbox, at least MinLease. Defaults to DefaultLease.
+	Lease time.Duration
+
+	// QueryTimeout bounds each statement, so that a stalled one cannot stop a
+	// subscriber for ever; it is tried again. Defaults to DefaultQueryTimeout.
+	QueryTimeout time.Duration
+}
+
+func (c ConsumerConfig) withDefaults() ConsumerConfig {
+	c.Schema = cmp.Or(c.Schema, schema.DefaultName)
+	c.MaxConns = cmp.Or(c.MaxConns, DefaultMaxConns)
+	c.PollInterval = cmp.Or(c.PollInterval, DefaultPollInterval)
+	c.CheckpointInterval = cmp.Or(c.CheckpointInterval, DefaultCheckpointInterval)
+	c.Lease = cmp.Or(c.Lease, DefaultLease)
+	c.QueryTimeout = cmp.Or(c.QueryTimeout, DefaultQueryTimeout)
+	return c
+}
+
+func (c ConsumerConfig) validate() error {
+	if err := schema.ValidateName(c.Schema); err != nil {
+		return fmt.Errorf("outbox: ConsumerConfig.Schema: %w", err)
+	}
+	switch {
+	case c.MaxConns < MinMaxConns:
+		return fmt.Errorf("outbox: ConsumerConfig.MaxConns must be at least %d, is %d", MinMaxConns, c.MaxConns)
+	case c.PollInterval < MinPollInterval || c.PollInterval > MaxPollInterval:
+		return fmt.Errorf("outbox: ConsumerConfig.PollInterval must be between %s and %s, is %s", MinPollInterval, MaxPollInterval, c.PollInterval)
+	case c.CheckpointInterval < time.Millisecond:
+		return fmt.Errorf("outbox: ConsumerConfig.CheckpointInterval must be at least 1ms, is %s", c.CheckpointInterval)
+	case c.Lease < MinLease:
+		return fmt.Errorf("outbox: ConsumerConfig.Lease must be at least %s, is %s", MinLease, c.Lease)
+	case c.CheckpointInterval > c.Lease:
+		return fmt.Errorf("outbox: ConsumerConfig.CheckpointInterval (%s) must not be longer than Lease (%s)", c.CheckpointInterval, c.Lease)
+	case c.QueryTimeout < 10*time.Millisecond:
+		return fmt.Errorf("outbox: ConsumerConfig.QueryTimeout must be at least 10ms, is %s", c.QueryTimeout)
+	}
+	return nil
+}
+
+// Consumer is one process's side of reading an outbox: it owns the connections,
+// the watcher that looks for new messages, and the process's lease, and shares
+// them among any number of Subscribers, which are cheap. Make one per process
+// and database, and close it last. It is safe for concurrent use.
+type Consumer struct {
+	config  ConsumerConfig
+	logger  watermill.LoggerAdapter
+	pool    *pgxpool.Pool
+	beat    *reservedConn
+	queries *window.Queries
+	store   *cursor.Store
+	watcher *watch.Watcher
+	leases  *lease.Manager
+
+	// background ends the watcher and the leases' upkeep; done is closed when
+	// they have ended.
+	background context.Context //nolint:containedctx // the Consumer's own lifetime
+	stop       context.CancelFunc
+	running    sync.WaitGroup
+
+	mu          sync.Mutex
+	started     bool
+	closed      bool
+	subscribers map[*Subscriber]struct{}
+	closeErr    error
+	closeDone   chan struct{}
+}
+
+// NewConsumer connects to the database that the pool configuration names, with
+// a pool of its own; the configuration is copied, so that
+//
+//	outbox.NewConsumer(pool.Config(), outbox.ConsumerConfig{}, logger)
+//
+// consumes from the application's database beside the application's pool. The
+// installation is checked at once, for at most ten seconds: a wrong address,
+// missing tables (ErrNotInstalled), another version (*schema.VersionError), a
+// read-only server (ErrReadOnly), a row-level security policy (ErrRowSecurity),
+// a missing privilege and whatever schema.Check calls an error are reported
+// here; its warnings are logged. Nothing runs in the background before the
+// first Subscribe. A nil logger logs nothing.
+func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.LoggerAdapter) (*Consumer, error) {
+	config = config.withDefaults()
+	if err := config.validate(); err != nil {
+		return nil, err
+	}
+	if db == nil {
+		return nil, errors.New("outbox: NewConsumer needs a pool configuration, such as pool.Config() or one from pgxpool.ParseConfig")
+	}
+	if logger == nil {
+		logger = watermill.NopLogger{}
+	}
+	poolConfig := consumerPool(db, config)
+	ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
+	defer cancel()
+	pool, err := pgxpool.NewWithConfig(ctx, poolConfig)
+	if err != nil {
+		return nil, fmt.Errorf("outbox: new consumer: %w", err)
+	}
+	if err := checkConsumer(ctx, pool, config.Schema, logger); err != nil {
+		pool.Close()
+		return nil, fmt.Errorf("outbox: new consumer: %w", err)
+	}
+	c := &Consumer{
+		config: config, logger: logger, pool: pool,
+		beat:        &reservedConn{config: poolConfig.ConnConfig},
+		queries:     window.NewQueries(config.Schema),
+		store:       cursor.NewStore(config.Schema, uuid.NewString()),
+		subscribers: map[*Subscriber]struct{}{},
+		closeDone:   make(chan struct{}),
+	}
+	c.background, c.stop = context.WithCancel(context.Background())
+	c.watcher = watch.New(pool, watch.Config{
+		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Logger: logger,
+	})
+	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
+		Duration: config.Lease, Claim: claimInterval,
+		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
+		Timeout: config.QueryTimeout, Logger: logger,
+	})
+	return c, nil
+}
+
+// register adds a subscriber, and starts the background with the first.
+func (c *Consumer) register(s *Subscriber) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return ErrSubscriberClosed
+	}
+	c.subscribers[s] = struct{}{}
+	return nil
+}
+
+func (c *Consumer) unregister(s *Subscriber) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.subscribers, s)
+}
+
+// start begins the background work, once.
+func (c *Consumer) start() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.started || c.closed {
+		return
+	}
+	c.started = true
+	c.running.Go(func() { c.watcher.Run(c.background) })
+	c.running.Go(func() { c.leases.Run(c.background) })
+}
+
+// Close closes all Subscribers, gives up what the process holds and closes the
+// connections. It takes as long as the longest grace period (see
+// SubscriberConfig.CloseTimeout) plus a few statements, and may be called more
+// than once; later calls wait for the first.
+func (c *Consumer) Close() error {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		<-c.closeDone
+		return c.closeErr
+	}
+	c.closed = true
+	started := c.started
+	subscribers := make([]*Subscriber, 0, len(c.subscribers))
+	for s := range c.subscribers {
+		subscribers = append(subscribers, s)
+	}
+	c.mu.Unlock()
+	defer close(c.closeDone)
+
+	// In this order: nothing is handed out any more and the last positions are
+	// stored; then the upkeep ends; then the process's row goes.
+	var wg sync.WaitGroup
+	for _, s := range subscribers {
+		wg.Go(func() { _ = s.Close() }) // always nil
+	}
+	wg.Wait()
+	c.stop()
+	c.running.Wait()
+	if started {
+		ctx, cancel := context.WithTimeout(context.Background(), min(c.config.QueryTimeout, releaseTimeout))
+		defer cancel()
+		if err := c.leases.Close(ctx); err != nil {
+			// Others wait for the lease to run out; nothing is lost.
+			c.logger.Error("Cannot give up the lease of this process", err, nil)
+		}
+	}
+	c.beat.close()
+	c.pool.Close()
+	return c.closeErr
+}

@@ -1,0 +1,59 @@
+package outbox
+
+import (
+	"context"
+	"time"
+
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+// Delivery is what is known of a message beside its content. It is in the
+// message's context, not in its metadata, which would travel on to brokers.
+type Delivery struct {
+	// ID and Era together identify the stored message for ever; a broker may
+	// use them to recognise a repeated delivery, which UUIDs do not allow.
+	// IDs of one key ascend in the order of delivery, with gaps.
+	ID  int64
+	Era int64
+	// OrderingKey is the key it was published with, "" if none.
+	OrderingKey string
+	// PublishedAt is when the message was written, by the database's clock
+	// (not when its transaction committed).
+	PublishedAt time.Time
+	// Attempt counts the deliveries of the message to this group in this
+	// process's lease, from 1.
+	Attempt int
+	// Topic and ConsumerGroup are those of the subscription.
+	Topic         string
+	ConsumerGroup string
+}
+
+type deliveryKey struct{}
+
+// DeliveryFromCtx returns what is known of a message that a Subscriber handed
+// out, from the message's context.
+func DeliveryFromCtx(ctx context.Context) (Delivery, bool) {
+	d, ok := ctx.Value(deliveryKey{}).(Delivery)
+	return d, ok
+}
+
+// deliveryContext carries the row and makes a Delivery of it only when somebody
+// asks.
+type deliveryContext struct {
+	context.Context //nolint:containedctx // is a context
+
+	row     *window.Row
+	attempt int
+	topic   string
+	group   string
+}
+
+func (c *deliveryContext) Value(key any) any {
+	if key == (deliveryKey{}) {
+		return Delivery{
+			ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
+			Attempt: c.attempt, Topic: c.topic, ConsumerGroup: c.group,
+		}
+	}
+	return c.Context.Value(key)
+}

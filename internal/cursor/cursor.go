@@ -1,0 +1,344 @@
+// Package cursor keeps the rows of cursors and processes: who holds a consumer
+// group's position in a topic, and the position itself.
+//
+// # Leases
+//
+// A process has one row in processes, whose beat it renews; a cursor names its
+// holder and an epoch. A candidate takes a cursor when it has no holder, or
+// when the holder's beat has not changed for the lease time on the candidate's
+// own monotonic clock: no two clocks are ever compared. Taking raises the
+// epoch, and every later write names the epoch it belongs to, so that a holder
+// which was merely asleep can store nothing when it wakes. Writes update; they
+// never insert, so a cursor that was removed stays removed.
+//
+// There are no session-level locks: they would be lost with a connection, and
+// do not work behind a transaction pooler.
+package cursor
+
+import (
+	"context"
+	"embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/millrace/watermill-outbox/internal/window"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+//go:embed queries/*.sql
+var queries embed.FS
+
+// ErrBadCursor is matched by the error of a cursor whose row cannot be a
+// position: it was edited, or copied from another server.
+var ErrBadCursor = errors.New("cursor row is not a position: delete it to start over, or restore it")
+
+// Key names a cursor.
+type Key struct {
+	Group string
+	Topic string
+	Shard int
+}
+
+// String returns the key for logs and errors.
+func (k Key) String() string {
+	return fmt.Sprintf("group %q, topic %q, shard %d", k.Group, k.Topic, k.Shard)
+}
+
+// Held is a cursor that was taken.
+type Held struct {
+	Key   Key
+	Epoch int64
+	State window.State
+	// Life is the life of the server that the state was read in.
+	Life window.Life
+	// Err says why the stored position cannot be used; the cursor is held all
+	// the same, so that nobody else trips over it at once.
+	Err error
+}
+
+// Write is one position to store.
+type Write struct {
+	Key   Key
+	Epoch int64
+	State window.State
+	// Life is the life of the server that the state belongs to; in another one
+	// it is not stored.
+	Life    window.Life
+	Release bool
+}
+
+// Execer runs one statement.
+type Execer interface {
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+}
+
+// DB is what the statements run on; each is a transaction of its own.
+type DB interface {
+	Execer
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// Store runs the statements for one schema on behalf of one process. It is safe
+// for concurrent use.
+type Store struct {
+	holder                                        string
+	ensure, claim, save, beat, beats, leave, boot string
+}
+
+// NewStore returns the store of the process that calls itself holder, a name
+// that no other process may have.
+func NewStore(schemaName, holder string) *Store {
+	text := func(file string) string {
+		content, err := queries.ReadFile("queries/" + file + ".sql")
+		if err != nil {
+			panic(err) // embedded: cannot be missing
+		}
+		return schema.Text(schemaName, string(content))
+	}
+	return &Store{
+		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
+		beat: text("beat"), beats: text("beats"), leave: text("leave"), boot: text("boot"),
+	}
+}
+
+// Ensure makes the cursor unless it exists, at the latest or else the earliest
+// position.
+func (s *Store) Ensure(ctx context.Context, db DB, key Key, latest bool) error {
+	if _, err := db.Exec(ctx, s.ensure, key.Group, key.Topic, key.Shard, latest); err != nil {
+		return fmt.Errorf("create cursor of %s: %w", key, err)
+	}
+	return nil
+}
+
+// Claim takes those of the wanted cursors that are free, or held by a process
+// whose beat still is the one given as dead.
+func (s *Store) Claim(ctx context.Context, db DB, wanted []Key, dead map[string]int64) ([]Held, error) {
+	groups, topics, shards := columns(wanted)
+	var holders []string
+	var beats []int64
+	for holder, beat := range dead {
+		holders, beats = append(holders, holder), append(beats, beat)
+	}
+	rows, err := db.Query(ctx, s.claim, s.holder, groups, topics, shards, holders, beats)
+	if err != nil {
+		return nil, fmt.Errorf("claim cursors: %w", err)
+	}
+	held, err := pgx.CollectRows(rows, scanHeld)
+	if err != nil {
+		return nil, fmt.Errorf("claim cursors: %w", err)
+	}
+	return held, nil
+}
+
+// MarkLife marks this life of the server, unless somebody has.
+func (s *Store) MarkLife(ctx context.Context, db DB) error {
+	if _, err := db.Exec(ctx, s.boot); err != nil {
+		return fmt.Errorf("mark the life of the server: %w", err)
+	}
+	return nil
+}
+
+// Beat renews the process's row.
+func (s *Store) Beat(ctx context.Context, db Execer, host string, pid int) error {
+	if _, err := db.Exec(ctx, s.beat, s.holder, host, pid); err != nil {
+		return fmt.Errorf("renew lease: %w", err)
+	}
+	return nil
+}
+
+// Beats returns the beats of the other processes that hold any of the cursors.
+func (s *Store) Beats(ctx context.Context, db DB, wanted []Key) (map[string]int64, error) {
+	groups, topics, shards := columns(wanted)
+	rows, err := db.Query(ctx, s.beats, groups, topics, shards, s.holder)
+	if err != nil {
+		return nil, fmt.Errorf("read beats: %w", err)
+	}
+	beats := make(map[string]int64)
+	var holder string
+	var beat int64
+	if _, err := pgx.ForEachRow(rows, []any{&holder, &beat}, func() error {
+		beats[holder] = beat
+		return nil
+	}); err != nil {
+		return nil, fmt.Errorf("read beats: %w", err)
+	}
+	return beats, nil
+}
+
+// Save stores positions in one statement and returns the keys of those that
+// were still held under their epoch. The others are lost to another process.
+func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, error) {
+	var (
+		groups, topics, ps, steps, holes, pasts []string
+		cs                                      []*string
+		shards                                  []int
+		epochs, eras, floors, tops, ats, atEras []int64
+		releases                                []bool
+		lifeEras                                []int64
+		lives                                   []string
+	)
+	for _, w := range writes {
+		p := w.State.Position
+		hole, err := json.Marshal(w.State.Holes)
+		if err != nil {
+			return nil, fmt.Errorf("encode holes of %s: %w", w.Key, err)
+		}
+		if w.State.Holes == nil {
+			hole = []byte("[]")
+		}
+		past, err := json.Marshal(encodePast(p.Past))
+		if err != nil {
+			return nil, fmt.Errorf("encode eras of %s: %w", w.Key, err)
+		}
+		var c *string
+		if !p.C.Empty() {
+			text := p.C.String()
+			c = &text
+		}
+		groups, topics, shards = append(groups, w.Key.Group), append(topics, w.Key.Topic), append(shards, w.Key.Shard)
+		epochs, eras, ps, floors = append(epochs, w.Epoch), append(eras, p.Era), append(ps, p.P.String()), append(floors, p.Floor)
+		steps, cs, tops = append(steps, string(p.Step)), append(cs, c), append(tops, p.Top)
+		ats, atEras = append(ats, p.At), append(atEras, p.AtEra)
+		holes, pasts, releases = append(holes, string(hole)), append(pasts, string(past)), append(releases, w.Release)
+		lifeEras, lives = append(lifeEras, w.Life.Era), append(lives, w.Life.Boot)
+	}
+	rows, err := db.Query(ctx, s.save, s.holder, groups, topics, shards, epochs, eras, ps, floors, steps, cs, tops, ats, atEras, holes, pasts, releases, lifeEras, lives)
+	if err != nil {
+		return nil, fmt.Errorf("store positions: %w", err)
+	}
+	saved := make(map[Key]bool, len(writes))
+	var key Key
+	if _, err := pgx.ForEachRow(rows, []any{&key.Group, &key.Topic, &key.Shard}, func() error {
+		saved[key] = true
+		return nil
+	}); err != nil {
+		return nil, fmt.Errorf("store positions: %w", err)
+	}
+	return saved, nil
+}
+
+// Leave gives up everything the process holds and removes its row.
+func (s *Store) Leave(ctx context.Context, db DB) error {
+	if _, err := db.Exec(ctx, s.leave, s.holder); err != nil {
+		return fmt.Errorf("give up lease: %w", err)
+	}
+	return nil
+}
+
+func columns(keys []Key) (groups, topics []string, shards []int) {
+	for _, key := range keys {
+		groups, topics, shards = append(groups, key.Group), append(topics, key.Topic), append(shards, key.Shard)
+	}
+	return groups, topics, shards
+}
+
+// scanHeld reads a claimed row. What cannot be a position is an error of that
+// cursor alone.
+func scanHeld(row pgx.CollectableRow) (Held, error) {
+	var h Held
+	var p, holes, past, current string
+	var c, boot *string
+	pos := &h.State.Position
+	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past,
+		&h.Life.Era, &boot, &current)
+	if err != nil {
+		return Held{}, err
+	}
+	if boot != nil {
+		h.Life.Boot = *boot
+	}
+	now, err := window.ParseSnapshot(current)
+	if err != nil {
+		return Held{}, err
+	}
+	h.Err = decodeState(&h.State, p, c, holes, past)
+	if h.Err == nil {
+		h.Err = checkFuture(h.State.Position, h.Life, now)
+	}
+	if h.Err != nil {
+		h.Err = fmt.Errorf("%w: %s: %w", ErrBadCursor, h.Key, h.Err)
+	}
+	return h, nil
+}
+
+// checkFuture reports a position that claims to have been handed out what has
+// not happened yet: its messages would be passed over in silence.
+func checkFuture(pos window.Position, life window.Life, now window.Snapshot) error {
+	if pos.Era != life.Era {
+		return nil
+	}
+	for name, snapshot := range map[string]window.Snapshot{"p": pos.P, "c": pos.C} {
+		if snapshot.Xmax() > now.Xmax() {
+			return fmt.Errorf("column %s is the snapshot %q, from the future of this server (%q)", name, snapshot, now)
+		}
+	}
+	return nil
+}
+
+func decodeState(state *window.State, p string, c *string, holes, past string) (err error) {
+	pos := &state.Position
+	if pos.P, err = window.ParseSnapshot(p); err != nil {
+		return fmt.Errorf("column p: %w", err)
+	}
+	if c != nil {
+		if pos.C, err = window.ParseSnapshot(*c); err != nil {
+			return fmt.Errorf("column c: %w", err)
+		}
+	}
+	if err := json.Unmarshal([]byte(holes), &state.Holes); err != nil {
+		return fmt.Errorf("column holes: %w", err)
+	}
+	var stored map[string]pastEra
+	if err := json.Unmarshal([]byte(past), &stored); err != nil {
+		return fmt.Errorf("column past: %w", err)
+	}
+	if pos.Past, err = decodePast(stored); err != nil {
+		return fmt.Errorf("column past: %w", err)
+	}
+	return pos.Validate()
+}
+
+// pastEra is window.PastEra as it is stored.
+type pastEra struct {
+	P  string `json:"p"`
+	C  string `json:"c,omitempty"`
+	At int64  `json:"at,omitempty"`
+}
+
+func encodePast(past map[int64]window.PastEra) map[string]pastEra {
+	stored := make(map[string]pastEra, len(past))
+	for era, known := range past {
+		e := pastEra{P: known.P.String(), At: known.At}
+		if !known.C.Empty() {
+			e.C = known.C.String()
+		}
+		stored[strconv.FormatInt(era, 10)] = e
+	}
+	return stored
+}
+
+func decodePast(stored map[string]pastEra) (map[int64]window.PastEra, error) {
+	past := make(map[int64]window.PastEra, len(stored))
+	for text, e := range stored {
+		era, err := strconv.ParseInt(text, 10, 64)
+		if err != nil {
+			return nil, fmt.Errorf("era %.50q is not a number", text)
+		}
+		known := window.PastEra{At: e.At}
+		if known.P, err = window.ParseSnapshot(e.P); err != nil {
+			return nil, err
+		}
+		if e.C != "" {
+			if known.C, err = window.ParseSnapshot(e.C); err != nil {
+				return nil, err
+			}
+		}
+		past[era] = known
+	}
+	return past, nil
+}

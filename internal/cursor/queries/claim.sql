@@ -1,0 +1,28 @@
+-- Takes those of the wanted cursors that nobody holds: no holder, the caller
+-- itself (which has lost them otherwise, or it would not ask), a holder whose
+-- process row is gone, or one whose beat is the one that the caller has watched
+-- not to change for the lease time. In key order, passing over rows that
+-- another candidate is taking. The state comes from the UPDATE itself, so no
+-- checkpoint of the old holder can fall in between: its epoch no longer fits.
+--
+-- $1 holder, $2 groups, $3 topics, $4 shards, $5 dead holders, $6 their beats
+WITH free AS MATERIALIZED (
+    SELECT c.consumer_group, c.topic, c.shard
+    FROM outbox.cursors c
+    JOIN unnest($2::text[], $3::text[], $4::integer[]) AS w (consumer_group, topic, shard)
+        ON c.consumer_group = w.consumer_group AND c.topic = w.topic AND c.shard = w.shard
+    WHERE c.holder IS NULL OR c.holder = $1::text
+        OR NOT EXISTS (SELECT FROM outbox.processes p WHERE p.holder = c.holder)
+        OR EXISTS (
+            SELECT FROM outbox.processes p
+            JOIN unnest($5::text[], $6::bigint[]) AS d (holder, beat) ON d.holder = p.holder AND d.beat = p.beat
+            WHERE p.holder = c.holder)
+    ORDER BY c.consumer_group, c.topic, c.shard
+    FOR UPDATE OF c SKIP LOCKED
+)
+UPDATE outbox.cursors c
+SET holder = $1::text, epoch = c.epoch + 1, updated_at = now()
+FROM free
+WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shard = free.shard
+RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
+    c.holes::text, c.past::text, outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text

@@ -1,0 +1,544 @@
+// Package lease holds cursors on behalf of a process: it renews the process's
+// beat, takes cursors for those who wait for them, writes their positions back
+// and notices when they are lost. The rules are told in package cursor.
+//
+// What ends a lease, and what it leads to:
+//
+//	released        by its owner, with the last position, in one statement
+//	expired         the beat could not be renewed in time, so others may take
+//	                the cursor: nothing more is handed out
+//	taken, removed  a write found another epoch or no row
+//	void            the server began another life, as its owner or a write
+//	                noticed: the position in memory means nothing
+//
+// All but the first end the lease's context with a cause. The owner stops what
+// it does, releases, which then writes nothing, and asks again.
+package lease
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/cursor"
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+var (
+	// ErrLost is matched by the cause of every lease that ended against its
+	// owner's will.
+	ErrLost = errors.New("lease lost")
+	// errClosed is returned to those who wait when the manager stops.
+	errClosed = errors.New("leases are closed")
+)
+
+// Config of a Manager; all of it is needed.
+type Config struct {
+	// Duration is how long a beat counts; it is renewed three times as often.
+	Duration time.Duration
+	// Claim is the time between two looks for free cursors while somebody
+	// waits for one.
+	Claim time.Duration
+	// Checkpoint is the time between two writes of positions that moved.
+	Checkpoint time.Duration
+	// IdleCheckpoint is the same for positions that moved without a message.
+	IdleCheckpoint time.Duration
+	// Timeout bounds one statement.
+	Timeout time.Duration
+	Logger  watermill.LoggerAdapter
+}
+
+// margin is what a holder stops short of the end of its lease, for the time
+// between its decision and its effects, and for clocks that run at slightly
+// different rates.
+func (c Config) margin() time.Duration { return c.Duration / 5 }
+
+// Manager holds the leases of one process. Run does its work; the other methods
+// may be called at any time, concurrently.
+type Manager struct {
+	config Config
+	store  *cursor.Store
+	db     cursor.DB
+	// beatDB is a connection of its own, so that a busy pool costs no lease.
+	beatDB cursor.Execer
+
+	mu      sync.Mutex
+	held    map[cursor.Key]*Lease
+	waiting map[cursor.Key][]*candidate
+	closed  bool
+	// bad says until when a cursor with an unusable row is left alone.
+	bad map[cursor.Key]time.Time
+
+	// validUntil is when the leases end unless the beat is renewed, as
+	// nanoseconds since started: monotonic, and read for each message.
+	validUntil atomic.Int64
+	started    time.Time
+	// gifts are cursors being given back.
+	gifts sync.WaitGroup
+
+	kick chan struct{} // somebody waits, or a lease became free
+
+	// Of the claiming goroutine: the beats of others, and since when they have
+	// not changed, on this process's monotonic clock.
+	beats     map[string]sighting
+	beatsRead time.Time
+}
+
+type sighting struct {
+	beat  int64
+	since time.Time
+}
+
+type candidate struct {
+	granted chan *Lease // buffered, one lease at most
+}
+
+// New returns a manager that works through db and renews through beatDB.
+func New(store *cursor.Store, db cursor.DB, beatDB cursor.Execer, config Config) *Manager {
+	return &Manager{
+		config: config, store: store, db: db, beatDB: beatDB,
+		held: map[cursor.Key]*Lease{}, waiting: map[cursor.Key][]*candidate{},
+		bad: map[cursor.Key]time.Time{}, started: time.Now(),
+		kick: make(chan struct{}, 1), beats: map[string]sighting{},
+	}
+}
+
+// Lease is a cursor held. Its owner reports the position as it moves.
+type Lease struct {
+	Key cursor.Key
+	// Start is the state the cursor had when it was taken, in Life.
+	Start window.State
+	Life  window.Life
+
+	manager *Manager
+	epoch   int64
+	ctx     context.Context //nolint:containedctx // is the lease's own end, not a caller's context
+	lose    context.CancelCauseFunc
+
+	mu sync.Mutex
+	// source returns the state to store and a number that changes with it;
+	// urgent is the part of that number that counts messages.
+	source          func() (state window.State, version, urgent uint64)
+	saved, savedUrg uint64
+	savedAt         time.Time
+}
+
+// Context ends when the lease is lost (the cause matches ErrLost) or released.
+func (l *Lease) Context() context.Context { return l.ctx }
+
+// Report sets where the state to be stored comes from. The function is called
+// from other goroutines.
+func (l *Lease) Report(source func() (state window.State, version, urgent uint64)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.source = source
+}
+
+// Acquire waits until the key's cursor is free and takes it. It returns an error
+// only when the context ends or the manager stops.
+func (m *Manager) Acquire(ctx context.Context, key cursor.Key) (*Lease, error) {
+	c := &candidate{granted: make(chan *Lease, 1)}
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil, errClosed
+	}
+	m.waiting[key] = append(m.waiting[key], c)
+	m.mu.Unlock()
+	m.nudge()
+	select {
+	case lease := <-c.granted:
+		return lease, nil
+	case <-ctx.Done():
+	}
+	m.mu.Lock()
+	waiting := m.waiting[key]
+	for i := range waiting {
+		if waiting[i] == c {
+			m.waiting[key] = append(waiting[:i:i], waiting[i+1:]...)
+			break
+		}
+	}
+	if len(m.waiting[key]) == 0 {
+		delete(m.waiting, key)
+	}
+	m.mu.Unlock()
+	select {
+	case lease := <-c.granted: // granted in the meantime
+		return lease, nil
+	default:
+		return nil, context.Cause(ctx)
+	}
+}
+
+func (m *Manager) nudge() {
+	select {
+	case m.kick <- struct{}{}:
+	default:
+	}
+}
+
+// Run renews, claims and writes until the context ends. Leases that are held
+// then stay valid until their owners release them or their time is up.
+func (m *Manager) Run(ctx context.Context) {
+	var wg sync.WaitGroup
+	wg.Go(func() { m.renew(ctx) })
+	wg.Go(func() { m.claimLoop(ctx) })
+	wg.Go(func() { m.checkpointLoop(ctx) })
+	wg.Wait()
+}
+
+// renew keeps the beat going, and ends all leases when it did not.
+func (m *Manager) renew(ctx context.Context) {
+	host, err := os.Hostname()
+	if err != nil {
+		host = ""
+	}
+	every := m.config.Duration / 3
+	retry := backoff.Policy{Min: every / 10, Max: every / 2}
+	failures := 0
+	for ctx.Err() == nil {
+		sent := time.Now()
+		beatCtx, cancel := context.WithTimeout(ctx, every)
+		err := m.store.Beat(beatCtx, m.beatDB, host, os.Getpid())
+		cancel()
+		pause := every
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil:
+			failures = 0
+			m.validUntil.Store(int64(sent.Sub(m.started) + m.config.Duration - m.config.margin()))
+			m.nudge()
+		default:
+			failures++
+			pause = retry.Delay(failures)
+			m.config.Logger.Error("Cannot renew the lease of this process", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
+		}
+		if left := m.left(); left <= 0 {
+			m.expire()
+		} else if pause > left {
+			pause = left // look again when the time is up
+		}
+		backoff.Wait(ctx, pause)
+	}
+}
+
+// expire ends all leases whose time is up.
+func (m *Manager) expire() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for key, lease := range m.held {
+		lease.Lose(fmt.Errorf("%s: this process could not renew its beat for %s", key, m.config.Duration-m.config.margin()))
+	}
+}
+
+// left is how long the leases are still good for.
+func (m *Manager) left() time.Duration {
+	return time.Duration(m.validUntil.Load()) - time.Since(m.started)
+}
+
+// Valid reports whether the lease's owner may hand out a message now. A process
+// that was paused for longer than its lease learns it here before anything else.
+func (l *Lease) Valid() bool { return l.manager.left() > 0 && l.ctx.Err() == nil }
+
+func (m *Manager) claimLoop(ctx context.Context) {
+	retry := backoff.Policy{Min: m.config.Claim, Max: 5 * time.Second}
+	failures := 0
+	timer := time.NewTimer(m.config.Claim)
+	defer timer.Stop()
+	for ctx.Err() == nil {
+		waiting, err := m.Claim(ctx)
+		pause := time.Duration(0) // until somebody waits
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			failures++
+			pause = retry.Delay(failures)
+			m.config.Logger.Error("Cannot look for free cursors", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
+			backoff.Wait(ctx, pause) // a nudge does not shorten this one
+			continue
+		case waiting:
+			failures, pause = 0, m.config.Claim
+		}
+		if pause == 0 {
+			select {
+			case <-m.kick:
+			case <-ctx.Done():
+			}
+			continue
+		}
+		timer.Reset(pause)
+		select {
+		case <-m.kick:
+		case <-timer.C:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// Claim is one look for free cursors; it reports whether anybody still waits
+// for one that another process holds.
+func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
+	if m.left() <= 0 {
+		return false, nil // the first beat, or the next good one, nudges
+	}
+	wanted, waiting := m.wanted()
+	if len(wanted) == 0 {
+		return waiting, nil
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, m.config.Timeout)
+	defer cancel()
+	if time.Since(m.beatsRead) >= m.config.Duration/10 {
+		if err := m.readBeats(ctx, wanted); err != nil {
+			return true, err
+		}
+	}
+	dead := map[string]int64{}
+	for holder, seen := range m.beats {
+		if time.Since(seen.since) >= m.config.Duration {
+			dead[holder] = seen.beat
+		}
+	}
+	held, err := m.store.Claim(ctx, m.db, wanted, dead)
+	if err != nil {
+		return true, err
+	}
+	marked := false
+	for _, h := range held {
+		if h.Life.Boot == "" {
+			if !marked {
+				if err := m.store.MarkLife(ctx, m.db); err != nil {
+					return true, err
+				}
+				marked = true
+			}
+			continue // taken again with the next look, now in a life with a name
+		}
+		if h.Err != nil {
+			m.config.Logger.Error("Cannot use a stored position; its topic is not delivered to its group", h.Err, watermill.LogFields{
+				"consumer_group": h.Key.Group, "topic": h.Key.Topic,
+			})
+			m.mu.Lock()
+			m.bad[h.Key] = time.Now().Add(m.config.Duration / 2)
+			m.mu.Unlock()
+			continue
+		}
+		m.grant(h)
+	}
+	if marked {
+		m.nudge()
+	}
+	_, waiting = m.wanted()
+	return waiting, nil
+}
+
+// wanted returns the cursors to look for now, and whether there are any to look
+// for later.
+func (m *Manager) wanted() (keys []cursor.Key, waiting bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for key := range m.waiting {
+		if m.held[key] != nil {
+			continue // another subscription of this process has it
+		}
+		waiting = true
+		if time.Now().After(m.bad[key]) {
+			keys = append(keys, key)
+		}
+	}
+	return keys, waiting
+}
+
+// readBeats notes which beats changed. The time counts from the answer, which is
+// later than the renewal it shows.
+func (m *Manager) readBeats(ctx context.Context, wanted []cursor.Key) error {
+	beats, err := m.store.Beats(ctx, m.db, wanted)
+	if err != nil {
+		return err
+	}
+	now := time.Now()
+	m.beatsRead = now
+	for holder, beat := range beats {
+		if seen, ok := m.beats[holder]; !ok || seen.beat != beat {
+			m.beats[holder] = sighting{beat: beat, since: now}
+		}
+	}
+	for holder := range m.beats {
+		if _, ok := beats[holder]; !ok {
+			delete(m.beats, holder)
+		}
+	}
+	return nil
+}
+
+// grant hands a taken cursor to the one who has waited longest. If nobody does
+// any more, it is given back.
+func (m *Manager) grant(h cursor.Held) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	waiting := m.waiting[h.Key]
+	if len(waiting) == 0 || m.closed {
+		m.gifts.Go(func() { m.giveBack(h) })
+		return
+	}
+	delete(m.bad, h.Key)
+	if len(waiting) == 1 {
+		delete(m.waiting, h.Key)
+	} else {
+		m.waiting[h.Key] = waiting[1:]
+	}
+	ctx, lose := context.WithCancelCause(context.Background())
+	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, manager: m, epoch: h.Epoch, ctx: ctx, lose: lose, savedAt: time.Now()}
+	m.held[h.Key] = lease
+	waiting[0].granted <- lease
+}
+
+// giveBack releases a cursor that was taken for nobody, so that other processes
+// need not wait for this one to end.
+func (m *Manager) giveBack(h cursor.Held) {
+	ctx, cancel := context.WithTimeout(context.Background(), m.config.Timeout)
+	defer cancel()
+	_, err := m.store.Save(ctx, m.db, []cursor.Write{{Key: h.Key, Epoch: h.Epoch, State: h.State, Life: h.Life, Release: true}})
+	if err != nil {
+		m.config.Logger.Error("Cannot give back an unwanted cursor; it is free when this process ends", err, watermill.LogFields{
+			"consumer_group": h.Key.Group, "topic": h.Key.Topic,
+		})
+	}
+}
+
+func (m *Manager) checkpointLoop(ctx context.Context) {
+	ticker := time.NewTicker(m.config.Checkpoint)
+	defer ticker.Stop()
+	failures := 0
+	for {
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return
+		}
+		if err := m.Checkpoint(ctx); err != nil && ctx.Err() == nil {
+			failures++
+			if failures == 1 || failures%20 == 0 {
+				m.config.Logger.Error("Cannot store positions; messages may be delivered again after a crash", err, watermill.LogFields{"failures": failures})
+			}
+		} else {
+			failures = 0
+		}
+	}
+}
+
+// Checkpoint writes the positions that moved, in one statement.
+func (m *Manager) Checkpoint(ctx context.Context) error {
+	m.mu.Lock()
+	leases := make([]*Lease, 0, len(m.held))
+	for _, lease := range m.held {
+		leases = append(leases, lease)
+	}
+	m.mu.Unlock()
+
+	var writes []cursor.Write
+	var moved []*Lease
+	var versions [][2]uint64
+	now := time.Now()
+	for _, lease := range leases {
+		write, version, urgent, due := lease.pending(now, m.config.IdleCheckpoint)
+		if due {
+			writes, moved, versions = append(writes, write), append(moved, lease), append(versions, [2]uint64{version, urgent})
+		}
+	}
+	if len(writes) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, m.config.Timeout)
+	defer cancel()
+	saved, err := m.store.Save(ctx, m.db, writes)
+	if err != nil {
+		return err
+	}
+	for i, lease := range moved {
+		if saved[lease.Key] {
+			lease.mark(versions[i], now)
+			continue
+		}
+		lease.Lose(fmt.Errorf("%s: another process took the cursor, the server began another life, or the row was removed", lease.Key))
+	}
+	return nil
+}
+
+// pending returns the write that is due, if any.
+func (l *Lease) pending(now time.Time, idle time.Duration) (write cursor.Write, version, urgent uint64, due bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.source == nil || l.ctx.Err() != nil {
+		return cursor.Write{}, 0, 0, false
+	}
+	state, version, urgent := l.source()
+	due = urgent != l.savedUrg || (version != l.saved && now.Sub(l.savedAt) >= idle)
+	return cursor.Write{Key: l.Key, Epoch: l.epoch, State: state, Life: l.Life}, version, urgent, due
+}
+
+func (l *Lease) mark(versions [2]uint64, now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.saved, l.savedUrg, l.savedAt = versions[0], versions[1], now
+}
+
+// Lose ends the lease's context; nothing is written on its behalf any more. The
+// cursor counts as held by this process until the owner releases it, so that no
+// other subscription of the process begins while the owner winds up.
+func (l *Lease) Lose(cause error) { l.lose(fmt.Errorf("%w: %w", ErrLost, cause)) }
+
+// Release writes the last position and gives the cursor up, in one statement; a
+// lease that was lost is only forgotten. It is over in any case: an error says
+// that the write failed, so that some messages may come again and others wait
+// for the lease to run out.
+func (l *Lease) Release(ctx context.Context) error {
+	defer l.manager.forget(l)
+	if l.ctx.Err() != nil {
+		return nil
+	}
+	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
+	l.mu.Lock()
+	if l.source != nil {
+		write.State, _, _ = l.source()
+	}
+	l.source = nil // a checkpoint that is on its way fits no more: no holder
+	l.mu.Unlock()
+	saved, err := l.manager.store.Save(ctx, l.manager.db, []cursor.Write{write})
+	if err != nil {
+		return fmt.Errorf("release %s: %w", l.Key, err)
+	}
+	if !saved[l.Key] {
+		return fmt.Errorf("release %s: %w: it is no longer ours", l.Key, ErrLost)
+	}
+	return nil
+}
+
+// forget makes the cursor free for other subscriptions of the process.
+func (m *Manager) forget(l *Lease) {
+	l.lose(context.Canceled)
+	m.mu.Lock()
+	delete(m.held, l.Key)
+	m.mu.Unlock()
+	m.nudge()
+}
+
+// Close refuses further candidates and gives up whatever the process still
+// holds. It is called when Run has returned and no lease is used any more.
+func (m *Manager) Close(ctx context.Context) error {
+	m.mu.Lock()
+	m.closed = true
+	m.mu.Unlock()
+	m.gifts.Wait()
+	return m.store.Leave(ctx, m.db)
+}

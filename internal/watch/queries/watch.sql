@@ -1,0 +1,42 @@
+-- Which of the topics have rows that the snapshot W could not see? The answer
+-- comes with the statement's own snapshot, which is the next W.
+--
+-- $1 topics, $2 W
+--
+-- The transactions that ended since W are those of xip(W) that are no longer
+-- running and those in [xmax(W), xmax(now)) that are not running, as gaps
+-- between the running ones. A row of theirs that this statement sees is new.
+WITH now AS MATERIALIZED (
+    SELECT pg_current_snapshot() AS c, $2::text::pg_snapshot AS w
+), gap AS MATERIALIZED (
+    SELECT b.low, b.high FROM (
+        SELECT lag(e.x) OVER (ORDER BY e.x) AS low, e.x AS high FROM (
+            SELECT (pg_snapshot_xmax(now.w)::text::numeric - 1)::text::xid8 FROM now
+            UNION ALL
+            SELECT x FROM now, pg_snapshot_xip(now.c) x WHERE x >= pg_snapshot_xmax(now.w)
+            UNION ALL
+            SELECT pg_snapshot_xmax(now.c) FROM now
+        ) AS e (x)
+    ) AS b
+    WHERE b.low < b.high AND (b.high::text::numeric - b.low::text::numeric) > 1
+), ended AS MATERIALIZED (
+    SELECT x AS xid FROM now, pg_snapshot_xip(now.w) x WHERE pg_visible_in_snapshot(x, now.c)
+)
+SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
+       (SELECT s.last_value FROM outbox.messages_id_seq s),
+       ARRAY(
+           SELECT t.topic FROM unnest($1::text[]) AS t (topic)
+           WHERE EXISTS (
+               SELECT FROM gap CROSS JOIN LATERAL (
+                   SELECT FROM outbox.messages m
+                   WHERE m.topic = t.topic AND m.xid > gap.low AND m.xid < gap.high
+                   LIMIT 1
+               ) AS r)
+           OR EXISTS (
+               SELECT FROM ended CROSS JOIN LATERAL (
+                   SELECT FROM outbox.messages m
+                   WHERE m.topic = t.topic AND m.xid = ended.xid
+                   LIMIT 1
+               ) AS r)
+       )
+FROM now

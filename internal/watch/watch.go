@@ -1,0 +1,254 @@
+// Package watch tells readers when their topic may have new rows: one statement
+// per poll interval and process, however many topics there are.
+//
+// The watcher keeps a snapshot W, its own last one. Each look asks which of the
+// registered topics have rows that W could not see, wakes their readers and
+// only then moves W. A wake is a number that counts up: a reader remembers it
+// before it begins a window, and sleeps only while it has not changed, so a
+// wake that falls into a window leads to another one. When a look fails, and
+// when the server began another life, all are woken. The watcher is a hint to
+// be quick, not a promise: every reader also looks by itself from time to time.
+package watch
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/window"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+//go:embed queries/watch.sql
+var watchText string
+
+// Config of a Watcher; all of it is needed.
+type Config struct {
+	Schema string
+	// Interval is the longest time between two looks. After news the watcher
+	// looks again sooner, ten times as often at most.
+	Interval time.Duration
+	// Timeout bounds one look.
+	Timeout time.Duration
+	Logger  watermill.LoggerAdapter
+}
+
+// Watcher looks for news in the log. Run does the looking, in one goroutine.
+type Watcher struct {
+	config Config
+	db     window.Querier
+	query  string
+
+	mu     sync.Mutex
+	topics map[string]*topic
+	// now is the last look, if any: its snapshot is W.
+	now *window.Now
+	// changed is signalled when the first topic is registered.
+	changed chan struct{}
+}
+
+type topic struct {
+	registrations int
+	generation    uint64
+	woken         chan struct{} // closed by the next wake
+	// looked: a look has asked for the topic since it was registered.
+	looked bool
+}
+
+// New returns a watcher that looks through db.
+func New(db window.Querier, config Config) *Watcher {
+	return &Watcher{
+		config: config, db: db, query: schema.Text(config.Schema, watchText),
+		topics: map[string]*topic{}, changed: make(chan struct{}, 1),
+	}
+}
+
+// Registration is a reader's interest in a topic.
+type Registration struct {
+	watcher *Watcher
+	name    string
+	topic   *topic
+}
+
+// Register begins to watch a topic. A reader registers before its first read.
+func (w *Watcher) Register(name string) *Registration {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	t := w.topics[name]
+	if t == nil {
+		t = &topic{woken: make(chan struct{})}
+		w.topics[name] = t
+	}
+	t.registrations++
+	select {
+	case w.changed <- struct{}{}:
+	default:
+	}
+	return &Registration{watcher: w, name: name, topic: t}
+}
+
+// Close ends the interest.
+func (r *Registration) Close() {
+	r.watcher.mu.Lock()
+	defer r.watcher.mu.Unlock()
+	if r.topic.registrations--; r.topic.registrations == 0 {
+		delete(r.watcher.topics, r.name)
+	}
+}
+
+// Generation returns the number of wakes so far, to be remembered before a
+// window begins.
+func (r *Registration) Generation() uint64 {
+	r.watcher.mu.Lock()
+	defer r.watcher.mu.Unlock()
+	return r.topic.generation
+}
+
+// Wait returns when there was a wake since the generation was seen, when d has
+// passed, or when the context ends.
+func (r *Registration) Wait(ctx context.Context, seen uint64, d time.Duration) {
+	r.watcher.mu.Lock()
+	generation, woken := r.topic.generation, r.topic.woken
+	r.watcher.mu.Unlock()
+	if generation != seen {
+		return
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-woken:
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// Run looks for news until the context ends.
+func (w *Watcher) Run(ctx context.Context) {
+	retry := backoff.Policy{Min: w.config.Interval, Max: max(5*time.Second, w.config.Interval)}
+	failures := 0
+	pause := w.config.Interval
+	for ctx.Err() == nil {
+		news, watching, err := w.Look(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			failures++
+			pause = retry.Delay(failures)
+			w.config.Logger.Error("Cannot look for new messages; subscribers look by themselves", err, watermill.LogFields{
+				"failures": failures, "retry_in": pause.String(),
+			})
+		case !watching:
+			failures = 0
+			select {
+			case <-w.changed:
+			case <-ctx.Done():
+			}
+			continue
+		case news:
+			failures = 0
+			pause = w.config.Interval / 10
+		default:
+			failures = 0
+			pause = min(2*max(pause, w.config.Interval/10), w.config.Interval)
+		}
+		backoff.Wait(ctx, pause)
+	}
+}
+
+// Look is one look: it reports whether any topic had news, and whether any is
+// watched at all.
+func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
+	w.mu.Lock()
+	names := make([]string, 0, len(w.topics))
+	for name := range w.topics {
+		names = append(names, name)
+	}
+	before := w.now
+	w.mu.Unlock()
+	if len(names) == 0 {
+		w.mu.Lock()
+		w.now = nil // too old by the time somebody registers
+		w.mu.Unlock()
+		return false, false, nil
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, w.config.Timeout)
+	defer cancel()
+	var last window.Snapshot
+	if before != nil {
+		last = before.Snapshot
+	}
+	now, found, err := w.ask(ctx, names, last, before != nil)
+
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if err != nil {
+		w.wakeAll()
+		return true, true, err
+	}
+	if before == nil || before.Life != now.Life {
+		found = names // nothing is known of what came before this look
+	}
+	for _, name := range names {
+		t := w.topics[name]
+		if t == nil {
+			continue
+		}
+		if !t.looked || slices.Contains(found, name) {
+			t.looked = true
+			t.wake()
+		}
+	}
+	w.now = &now
+	return len(found) > 0, true, nil
+}
+
+// ask runs the statement. Without a last snapshot it asks for no topic.
+func (w *Watcher) ask(ctx context.Context, names []string, last window.Snapshot, haveLast bool) (window.Now, []string, error) {
+	if !haveLast {
+		names = nil
+	}
+	rows, err := w.db.Query(ctx, w.query, names, last.String())
+	if err != nil {
+		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+	}
+	var now window.Now
+	var text string
+	var boot *string
+	found, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
+		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found)
+		return found, err
+	})
+	if err != nil {
+		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+	}
+	if boot != nil {
+		now.Life.Boot = *boot
+	}
+	if now.Snapshot, err = window.ParseSnapshot(text); err != nil {
+		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+	}
+	return now, found, nil
+}
+
+// wakeAll is called with mu held.
+func (w *Watcher) wakeAll() {
+	for _, t := range w.topics {
+		t.wake()
+	}
+}
+
+// wake is called with mu held.
+func (t *topic) wake() {
+	t.generation++
+	close(t.woken)
+	t.woken = make(chan struct{})
+}

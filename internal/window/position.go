@@ -1,0 +1,122 @@
+package window
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Step is where in a window a position is; see the package documentation.
+type Step string
+
+// The steps.
+const (
+	Past Step = "past"
+	Idle Step = "idle"
+	Late Step = "late"
+	Main Step = "main"
+)
+
+// Position says what a consumer group has been handed out of a topic. The zero
+// value is not valid: see Earliest and Latest.
+type Position struct {
+	// Era is the cluster that P, Floor and the window belong to.
+	Era int64
+	// P is the snapshot of which everything has been handed out.
+	P Snapshot
+	// Floor is the highest id handed out in the windows up to P.
+	Floor int64
+
+	Step Step
+	// C and Top are those of the open window, in the steps late and main.
+	C   Snapshot
+	Top int64
+	// At is the last id handed out in this step, 0 if none; in the step past
+	// it belongs to the era AtEra.
+	At    int64
+	AtEra int64
+
+	// Past holds what is known of other eras, by era.
+	Past map[int64]PastEra
+
+	// lateXids are the transactions with late rows in the open window, if
+	// known; they need not be stored, since P and C determine them.
+	lateXids []string
+}
+
+// PastEra is where a position was when its cluster was left.
+type PastEra struct {
+	P Snapshot
+	// C, if not empty, is the window that was open; of it, the rows up to At
+	// were handed out.
+	C  Snapshot
+	At int64
+}
+
+// Hole is a row that was handed out and not acknowledged.
+type Hole struct {
+	Era       int64     `json:"era"`
+	ID        int64     `json:"id"`
+	CreatedAt time.Time `json:"created_at"`
+}
+
+// State is what a cursor stores of its group.
+type State struct {
+	Position Position
+	// Holes are rows that were handed out and not acknowledged, by era and id.
+	Holes []Hole
+}
+
+// Earliest is the position before everything.
+func Earliest(era int64) Position {
+	return Position{Era: era, Step: Past}
+}
+
+// Latest is the position after everything that the snapshot sees, top being the
+// last id drawn when it was taken.
+func Latest(era int64, snapshot Snapshot, top int64) Position {
+	return Position{Era: era, Step: Idle, P: snapshot, Floor: top}
+}
+
+// Validate reports what in a stored position cannot be: a cursor row was edited.
+func (p Position) Validate() error {
+	switch {
+	case !slices.Contains([]Step{Past, Idle, Late, Main}, p.Step):
+		return fmt.Errorf("step %q is none of past, idle, late, main", p.Step)
+	case p.Floor < 0 || p.Top < 0 || p.At < 0:
+		return fmt.Errorf("floor %d, top %d or at %d is negative", p.Floor, p.Top, p.At)
+	case (p.Step == Late || p.Step == Main) == p.C.Empty():
+		return fmt.Errorf("step %q does not go with the open window %q", p.Step, p.C)
+	case !p.C.Empty() && !p.C.Covers(p.P):
+		return fmt.Errorf("the open window %q does not follow on p %q", p.C, p.P)
+	case p.Step == Late && p.At > p.Floor:
+		return fmt.Errorf("at %d is above floor %d among the late rows", p.At, p.Floor)
+	case p.Step == Main && p.At > 0 && (p.At <= p.Floor || p.At > p.Top):
+		return fmt.Errorf("at %d is outside floor %d and top %d of the window", p.At, p.Floor, p.Top)
+	}
+	return nil
+}
+
+// enterEra puts the position of another cluster aside.
+func (p Position) enterEra(era int64) Position {
+	past := make(map[int64]PastEra, len(p.Past)+1)
+	for e, known := range p.Past {
+		past[e] = known
+	}
+	if p.Step != Past || !p.P.Empty() {
+		known := PastEra{P: p.P}
+		if p.Step == Late || p.Step == Main {
+			known.C, known.At = p.C, p.At
+		}
+		past[p.Era] = known
+	}
+	delete(past, era)
+	next := Earliest(era)
+	if known, ok := p.Past[era]; ok {
+		// Back on a cluster that was left before: its transaction ids go on.
+		// Without a floor everything P does not see counts as a main row.
+		next.P = known.P
+	}
+	next.Past = past
+	return next
+}

@@ -1,0 +1,20 @@
+-- The rows of holes, by era and id.
+--
+-- $1 topic, $2 group, $3 rows, $4 bytes, $5 eras, $6 ids
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life
+UNION ALL
+SELECT 4, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, page.era, NULL
+FROM (
+    SELECT r.*, sum(r.size) OVER (ORDER BY r.era, r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
+        SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
+               coalesce(octet_length(m.payload), 0) + 100
+                   + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
+        FROM unnest($5::bigint[], $6::bigint[]) AS h (era, id)
+        JOIN outbox.messages m ON m.topic = $1::text AND m.era = h.era AND m.id = h.id
+        WHERE $2::text IS NOT NULL
+        ORDER BY m.era, m.id LIMIT $3::bigint
+    ) AS r
+) AS page
+WHERE page.total - page.size < $4::bigint
+ORDER BY 1, 10, 2

@@ -1,0 +1,25 @@
+-- A further page of a window's late rows, transaction by transaction.
+--
+-- $1 topic, $2 group, $3 rows, $4 bytes, $5 after this id, $6 floor,
+-- $7 the transactions with late rows, all of which C sees and P does not
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life
+UNION ALL
+SELECT 1, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, NULL, NULL
+FROM (
+    SELECT r.*, sum(r.size) OVER (ORDER BY r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
+        SELECT l.* FROM unnest($7::text[]) AS x (xid) CROSS JOIN LATERAL (
+            SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
+                   coalesce(octet_length(m.payload), 0) + 100
+                       + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
+            FROM outbox.messages m
+            WHERE m.topic = $1::text AND m.xid = x.xid::xid8
+                AND m.id > $5::bigint AND m.id <= $6::bigint
+                AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
+            ORDER BY m.id LIMIT $3::bigint
+        ) AS l
+        ORDER BY l.id LIMIT $3::bigint
+    ) AS r
+) AS page
+WHERE page.total - page.size < $4::bigint
+ORDER BY 1, 2

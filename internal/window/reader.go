@@ -1,0 +1,381 @@
+package window
+
+import (
+	"context"
+	"embed"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/millrace/watermill-outbox/internal/metadata"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+//go:embed queries/*.sql
+var queries embed.FS
+
+// Queries are the statements for one schema.
+type Queries struct {
+	open, late, lateXids, main, past, holes, now string
+}
+
+// NewQueries returns the statements for the schema called name.
+func NewQueries(name string) *Queries {
+	text := func(file string) string {
+		content, err := queries.ReadFile("queries/" + file + ".sql")
+		if err != nil {
+			panic(err) // embedded: cannot be missing
+		}
+		return schema.Text(name, string(content))
+	}
+	return &Queries{
+		open: text("open"), late: text("late"), lateXids: text("late_xids"), main: text("main"),
+		past: text("past"), holes: text("holes"), now: text("now"),
+	}
+}
+
+// Querier runs one query, each in a transaction of its own.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// Life names one life of one server, see the package documentation.
+type Life struct {
+	// Era is the system identifier of the cluster.
+	Era int64
+	// Boot is the random row put there in this life; "" if nobody has yet.
+	Boot string
+}
+
+// Row is one message as it is stored.
+type Row struct {
+	Era       int64
+	ID        int64
+	Key       string // "" if none
+	UUID      string
+	Metadata  map[string]string
+	Payload   []byte
+	CreatedAt time.Time
+	Attempt   int
+	// Err says why the row cannot become a message; Metadata is then nil.
+	Err error
+
+	step Step
+}
+
+// Page is what one statement returned.
+type Page struct {
+	Rows []Row
+	// Life is the life of the server that the page was read in.
+	Life Life
+	// End is the position when all rows have been handed out.
+	End Position
+	// More says that the next page is worth reading at once: this one was full,
+	// or the step changed.
+	More bool
+	// Holes says that the rows are those of holes; the position does not move.
+	Holes bool
+	// Gone are holes whose row no longer exists.
+	Gone []Hole
+
+	start Position
+}
+
+// After returns the position when the rows up to and including i have been
+// handed out.
+func (p Page) After(i int) Position {
+	if i == len(p.Rows)-1 {
+		return p.End
+	}
+	row := p.Rows[i]
+	pos := p.start
+	pos.Step, pos.At, pos.AtEra = row.step, row.ID, 0
+	if row.step == Past {
+		pos.AtEra = row.Era
+	}
+	return pos
+}
+
+// Limits bound a page. A page holds at least one row and may pass Bytes by the
+// size of its last row.
+type Limits struct {
+	Rows  int
+	Bytes int
+}
+
+// Reader reads a topic for a consumer group. It holds no state between calls
+// and is safe for concurrent use.
+type Reader struct {
+	Queries *Queries
+	Topic   string
+	Group   string
+	Limits  Limits
+}
+
+// Next reads the page that follows on pos, with one statement (two after a
+// restart among late rows).
+func (r Reader) Next(ctx context.Context, db Querier, pos Position) (Page, error) {
+	switch pos.Step {
+	case Past:
+		return r.past(ctx, db, pos)
+	case Idle:
+		return r.open(ctx, db, pos)
+	case Late:
+		return r.late(ctx, db, pos)
+	case Main:
+		return r.main(ctx, db, pos)
+	}
+	return Page{}, fmt.Errorf("position has no step %q", pos.Step)
+}
+
+func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
+	head, page, err := r.read(ctx, db, pos, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes)
+	if err != nil || page.Life.Era != pos.Era {
+		return page, err
+	}
+	c, err := ParseSnapshot(head.snapshot)
+	if err != nil {
+		return Page{}, err
+	}
+	window := pos
+	window.C, window.Top, window.At, window.lateXids = c, head.top, 0, head.lateXids
+	page.start = window
+	switch full, last := head.full(r.Limits, len(page.Rows)); {
+	case !full:
+		page.End = window.done()
+	default:
+		page.End = window
+		page.End.Step, page.End.At = last.step, last.ID
+		page.More = true
+	}
+	return page, nil
+}
+
+func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
+	head, page, err := r.read(ctx, db, pos, r.Queries.main, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes,
+		max(pos.At, pos.Floor), pos.Top, pos.P.String(), pos.C.String())
+	if err != nil || page.Life.Era != pos.Era {
+		return page, err
+	}
+	if full, last := head.full(r.Limits, len(page.Rows)); full {
+		page.End.At = last.ID
+		page.More = true
+	} else {
+		page.End = pos.done()
+	}
+	return page, nil
+}
+
+func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error) {
+	if pos.lateXids == nil {
+		var life Life
+		var boot *string
+		rows, err := db.Query(ctx, r.Queries.lateXids, r.Topic, pos.P.String(), pos.C.String(), pos.Floor)
+		if err != nil {
+			return Page{}, err
+		}
+		xids, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (xids []string, err error) {
+			err = row.Scan(&life.Era, &boot, &xids)
+			return xids, err
+		})
+		if err != nil {
+			return Page{}, err
+		}
+		if life.Era != pos.Era {
+			return Page{Life: life, End: pos.enterEra(life.Era), More: true}, nil
+		}
+		pos.lateXids = xids
+	}
+	head, page, err := r.read(ctx, db, pos, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids)
+	if err != nil || page.Life.Era != pos.Era {
+		return page, err
+	}
+	page.More = true
+	if full, last := head.full(r.Limits, len(page.Rows)); full {
+		page.End.At = last.ID
+	} else {
+		page.End.Step, page.End.At = Main, 0
+	}
+	return page, nil
+}
+
+func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error) {
+	var eras, ats []int64
+	var ps, cs []string
+	for era, known := range pos.Past {
+		eras, ps, cs, ats = append(eras, era), append(ps, known.P.String()), append(cs, known.C.String()), append(ats, known.At)
+	}
+	after := pos.AtEra
+	if pos.At == 0 {
+		after = -1 << 63
+	}
+	head, page, err := r.read(ctx, db, pos, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats)
+	if err != nil || page.Life.Era != pos.Era {
+		return page, err
+	}
+	page.More = true
+	if full, last := head.full(r.Limits, len(page.Rows)); full {
+		page.End.At, page.End.AtEra = last.ID, last.Era
+	} else {
+		page.End.Step, page.End.At, page.End.AtEra = Idle, 0, 0
+	}
+	return page, nil
+}
+
+// Holes reads the rows of the first of the given holes, sorted by era and id, as
+// many as a page holds, and returns the holes that remain to be read.
+func (r Reader) Holes(ctx context.Context, db Querier, holes []Hole) (page Page, rest []Hole, err error) {
+	asked := holes[:min(len(holes), r.Limits.Rows)]
+	eras := make([]int64, len(asked))
+	ids := make([]int64, len(asked))
+	for i, hole := range asked {
+		eras[i], ids[i] = hole.Era, hole.ID
+	}
+	head, page, err := r.read(ctx, db, Position{}, r.Queries.holes, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
+	if err != nil {
+		return Page{}, nil, err
+	}
+	page.Holes = true
+	answered := len(asked)
+	if full, last := head.full(r.Limits, len(page.Rows)); full {
+		// Cut by bytes perhaps: what follows the last row was not answered.
+		answered = 1 + slices.IndexFunc(asked, func(h Hole) bool { return h.Era == last.Era && h.ID == last.ID })
+	}
+	for _, hole := range asked[:answered] {
+		if !slices.ContainsFunc(page.Rows, func(row Row) bool { return row.Era == hole.Era && row.ID == hole.ID }) {
+			page.Gone = append(page.Gone, hole)
+		}
+	}
+	return page, holes[answered:], nil
+}
+
+// Now is what the database answers about itself.
+type Now struct {
+	Life     Life
+	Snapshot Snapshot
+	Top      int64
+}
+
+// Now asks for the current snapshot and what goes with it.
+func (q *Queries) Now(ctx context.Context, db Querier) (Now, error) {
+	rows, err := db.Query(ctx, q.now)
+	if err != nil {
+		return Now{}, err
+	}
+	var now Now
+	var boot *string
+	text, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (text string, err error) {
+		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top)
+		return text, err
+	})
+	if err != nil {
+		return Now{}, err
+	}
+	if boot != nil {
+		now.Life.Boot = *boot
+	}
+	now.Snapshot, err = ParseSnapshot(text)
+	return now, err
+}
+
+// done is the position when the window is through.
+func (p Position) done() Position {
+	p.P, p.C = p.C, Snapshot{}
+	p.Floor = max(p.Floor, p.Top)
+	p.Step, p.Top, p.At, p.AtEra, p.lateXids = Idle, 0, 0, 0, nil
+	return p
+}
+
+// header is the first row of a page.
+type header struct {
+	life     Life
+	snapshot string
+	top      int64
+	lateXids []string
+	// last and bytes are of the last row: where the page ends, and its size.
+	last  Row
+	bytes int64
+}
+
+// full reports whether rows may follow on this page, and its last row. A page
+// that was cut by bytes is as full as one that was cut by rows.
+func (h header) full(limits Limits, rows int) (bool, Row) {
+	return rows > 0 && (rows >= limits.Rows || h.bytes >= int64(limits.Bytes)), h.last
+}
+
+var steps = map[int]Step{1: Late, 2: Main, 3: Past, 4: Idle}
+
+// read runs a query that returns a header and rows. If the server belongs to
+// another era than pos, the page has no rows and ends in the new era.
+func (r Reader) read(ctx context.Context, db Querier, pos Position, query string, args ...any) (header, Page, error) {
+	rows, err := db.Query(ctx, query, args...)
+	if err != nil {
+		return header{}, Page{}, err
+	}
+	defer rows.Close()
+
+	var head header
+	page := Page{start: pos, End: pos}
+	isOpen := query == r.Queries.open
+	for first := true; rows.Next(); first = false {
+		var (
+			step                    int
+			id, era, top, bytes     *int64
+			key, uuid, boot, window *string
+			meta, payload           []byte
+			createdAt               *time.Time
+			attempt                 *int
+			xids                    []string
+		)
+		dest := []any{&step, &id, &key, &uuid, &meta, &payload, &createdAt, &attempt, &bytes, &era, &boot, &window, &top, &xids}
+		if !isOpen {
+			dest = dest[:11]
+		}
+		if err := rows.Scan(dest...); err != nil {
+			return header{}, Page{}, err
+		}
+		if first {
+			if step != 0 || era == nil {
+				return header{}, Page{}, errors.New("a page begins without its header")
+			}
+			head.life.Era = *era
+			if boot != nil {
+				head.life.Boot = *boot
+			}
+			if isOpen {
+				head.snapshot, head.top, head.lateXids = *window, *top, xids
+				if head.lateXids == nil {
+					head.lateXids = []string{}
+				}
+			}
+			continue
+		}
+		row := Row{
+			Era: head.life.Era, ID: *id, UUID: *uuid, Payload: payload, CreatedAt: *createdAt, Attempt: *attempt,
+			step: steps[step],
+		}
+		if era != nil {
+			row.Era = *era
+		}
+		if key != nil {
+			row.Key = *key
+		}
+		row.Metadata, row.Err = metadata.Decode(meta)
+		page.Rows = append(page.Rows, row)
+		head.last, head.bytes = row, *bytes
+	}
+	if err := rows.Err(); err != nil {
+		return header{}, Page{}, err
+	}
+	if head.life.Era == 0 {
+		return header{}, Page{}, errors.New("a page came without its header")
+	}
+	page.Life = head.life
+	if pos.Step != "" && head.life.Era != pos.Era {
+		return head, Page{Life: head.life, End: pos.enterEra(head.life.Era), More: true}, nil
+	}
+	return head, page, nil
+}

@@ -1,0 +1,306 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+const (
+	// DefaultKeyMetadata is the metadata key whose value is a message's
+	// ordering key, as in Watermill's examples and Kafka Pub/Sub.
+	DefaultKeyMetadata = "partition_key"
+
+	// DefaultMaxPayloadBytes bounds a payload unless configured otherwise.
+	DefaultMaxPayloadBytes = 64 << 20
+	// LimitPayloadBytes is the most MaxPayloadBytes may be: logical decoding
+	// fails near 1 GB of text, and bytes take two characters each there.
+	LimitPayloadBytes = 256 << 20
+
+	// constructTimeout bounds what constructors ask of the database.
+	constructTimeout = 10 * time.Second
+)
+
+// PublisherConfig configures a Publisher. The zero value works.
+type PublisherConfig struct {
+	// Schema is the schema the outbox tables live in. Defaults to
+	// schema.DefaultName ("outbox").
+	Schema string
+
+	// RequireTx makes Publish fail with ErrNoTransaction unless a transaction
+	// comes with the message's context or was given to NewPublisher. Without
+	// it, a message that comes without one is written through the handle
+	// given to NewPublisher, in a transaction of its own: fine for messages
+	// that announce no change of data, a lost guarantee for others. Set it in
+	// services that publish only within transactions. Defaults to false.
+	RequireTx bool
+
+	// TxResolver finds the transaction in a context that ContextWithTx did not
+	// make, for applications with a context key of their own. It is asked when
+	// the context has none from ContextWithTx; ok=false means that there is
+	// none. It must be safe for concurrent use. Defaults to nil.
+	TxResolver func(ctx context.Context) (tx any, ok bool)
+
+	// OrderingKey returns the ordering key of a message: messages of a topic
+	// with the same key are delivered in causal order even to subscribers
+	// that handle keys in parallel. "" means that the message is ordered with
+	// none. At most MaxOrderingKeyBytes. It must not change the message and
+	// must be safe for concurrent use. Defaults to the metadata value under
+	// DefaultKeyMetadata; see KeyFromMetadata for another metadata key.
+	OrderingKey func(topic string, msg *message.Message) string
+
+	// MaxPayloadBytes refuses longer payloads, at most LimitPayloadBytes. Each
+	// reader holds a payload in memory as a whole. Defaults to
+	// DefaultMaxPayloadBytes.
+	MaxPayloadBytes int
+}
+
+// KeyFromMetadata returns an OrderingKey function that takes the metadata value
+// under the given key.
+func KeyFromMetadata(key string) func(topic string, msg *message.Message) string {
+	return func(_ string, msg *message.Message) string { return msg.Metadata.Get(key) }
+}
+
+func (c PublisherConfig) withDefaults() PublisherConfig {
+	c.Schema = cmp.Or(c.Schema, schema.DefaultName)
+	c.MaxPayloadBytes = cmp.Or(c.MaxPayloadBytes, DefaultMaxPayloadBytes)
+	if c.OrderingKey == nil {
+		c.OrderingKey = KeyFromMetadata(DefaultKeyMetadata)
+	}
+	return c
+}
+
+func (c PublisherConfig) validate() error {
+	if err := schema.ValidateName(c.Schema); err != nil {
+		return fmt.Errorf("outbox: PublisherConfig.Schema: %w", err)
+	}
+	if c.MaxPayloadBytes < 0 || c.MaxPayloadBytes > LimitPayloadBytes {
+		return fmt.Errorf("outbox: PublisherConfig.MaxPayloadBytes must be between 1 and %d, is %d", LimitPayloadBytes, c.MaxPayloadBytes)
+	}
+	return nil
+}
+
+// Publisher writes messages into the outbox tables, inside the caller's
+// transaction: a message exists if, and only if, that transaction commits. It
+// implements message.Publisher and is safe for concurrent use, as far as the
+// database handles are (a transaction is not).
+type Publisher struct {
+	config PublisherConfig
+	logger watermill.LoggerAdapter
+	text   insertText
+	// base is used when the context carries no transaction; its handle is nil
+	// if NewPublisher got none.
+	base executor
+	now  func() time.Time
+
+	// mu guards closed; a running Publish holds it for reading, so that Close
+	// waits for it.
+	mu     sync.RWMutex
+	closed bool
+}
+
+var _ message.Publisher = (*Publisher)(nil)
+
+// NewPublisher returns a Publisher that writes through db: a *pgxpool.Pool, a
+// *pgx.Conn, a pgx.Tx, an *sql.DB, an *sql.Conn or an *sql.Tx (database/sql
+// with pgx's stdlib or lib/pq). A transaction in a message's context takes
+// precedence over a pool. db may be nil with RequireTx; then every transaction
+// comes from a context.
+//
+// The handle stays the caller's: it is neither closed nor committed. No DDL is
+// ever run. If db is a pool, the tables are looked for at once, for at most
+// ten seconds; a wrong address, missing tables (ErrNotInstalled), another
+// version of them (*schema.VersionError), a missing privilege or a read-only
+// server (ErrReadOnly) are reported here. A nil logger logs nothing.
+func NewPublisher(db any, config PublisherConfig, logger watermill.LoggerAdapter) (*Publisher, error) {
+	config = config.withDefaults()
+	if err := config.validate(); err != nil {
+		return nil, err
+	}
+	if logger == nil {
+		logger = watermill.NopLogger{}
+	}
+	p := &Publisher{config: config, logger: logger, text: newInsertText(config.Schema), now: time.Now}
+	if db == nil {
+		if !config.RequireTx {
+			return nil, fmt.Errorf("%w: it is nil, which is allowed only with RequireTx", ErrUnsupportedExecutor)
+		}
+		return p, nil
+	}
+	base, err := newExecutor(db)
+	if err != nil {
+		return nil, err
+	}
+	p.base = base
+	if isPool(db) {
+		if row, ok := base.row(); ok {
+			ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
+			defer cancel()
+			if err := checkPublisher(ctx, row, config.Schema); err != nil {
+				return nil, fmt.Errorf("outbox: new publisher: %w", err)
+			}
+		}
+	}
+	return p, nil
+}
+
+// isPool reports whether a handle is a pool of connections: asking it something
+// disturbs nobody. pgxpool's and database/sql's pools are what can be pinged
+// and hands out connections.
+func isPool(handle any) bool {
+	switch handle.(type) {
+	case interface{ Reset() }: // *pgxpool.Pool
+		return true
+	case interface{ SetMaxOpenConns(n int) }: // *sql.DB
+		return true
+	}
+	return false
+}
+
+// publisherText asks for all that a publisher needs.
+const publisherText = `
+SELECT has_column_privilege(c.oid, 'payload', 'INSERT'), pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, current_user::text
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = $1::text AND c.relname = 'messages'`
+
+func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) error {
+	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
+		return err
+	}
+	var insert, readOnly bool
+	var role string
+	if err := row(ctx, publisherText, []any{schemaName}, &insert, &readOnly, &role); err != nil {
+		return fmt.Errorf("schema %q: look for table messages: %w", schemaName, err)
+	}
+	if readOnly {
+		return ErrReadOnly
+	}
+	if !insert {
+		return fmt.Errorf("schema %q: role %q lacks INSERT on table messages: run the script printed by schema.Grants", schemaName, role)
+	}
+	return nil
+}
+
+// Publish writes the messages in one statement, all or none, in their order,
+// into the transaction that their contexts carry, else through the handle the
+// Publisher was made with. It returns once the server has taken them; they
+// reach subscribers when the transaction commits. The context of the first
+// message bounds the call.
+//
+// Bad input is refused before any SQL runs, with ErrInvalidTopic or a
+// *MessageError, and the transaction stays usable. An error from the server
+// has aborted the transaction, as any failed statement does: roll it back. A
+// failed call without a transaction wrote nothing, unless the connection broke
+// before the answer came (then it is unknown, and publishing again may store
+// the messages twice; UUIDs need not be unique).
+//
+// Messages are not changed, and not kept after the call. Without messages it
+// does nothing.
+func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	if p.closed {
+		return ErrPublisherClosed
+	}
+	if len(messages) == 0 {
+		return nil
+	}
+	if err := ValidateTopic(topic); err != nil {
+		return err
+	}
+	records := make([]record, len(messages))
+	for i, msg := range messages {
+		r, err := p.record(topic, i, msg)
+		if err != nil {
+			return err
+		}
+		records[i] = r
+	}
+	db, err := p.executorFor(messages)
+	if err != nil {
+		return err
+	}
+	ctx := messages[0].Context()
+	if err := context.Cause(ctx); err != nil {
+		return fmt.Errorf("outbox: publish to topic %q: the message's context is already done (Watermill's Timeout middleware leaves such a context on the message; set another one before publishing it again): %w", topic, err)
+	}
+	if err := p.text.insert(ctx, db, topic, records); err != nil {
+		return fmt.Errorf("outbox: publish %d messages to topic %q: %w", len(messages), topic, explain(err, p.config.Schema))
+	}
+	for _, msg := range messages {
+		p.logger.Trace("Message written to the outbox", watermill.LogFields{"topic": topic, "message_uuid": msg.UUID})
+	}
+	return nil
+}
+
+// executorFor returns the one handle all messages agree on.
+func (p *Publisher) executorFor(messages []*message.Message) (executor, error) {
+	var chosen executor
+	var last context.Context
+	for i, msg := range messages {
+		ctx := msg.Context()
+		if i > 0 && ctx == last {
+			continue // nearly always one context for all
+		}
+		last = ctx
+		db, err := p.executorFrom(ctx)
+		if err != nil {
+			return executor{}, fmt.Errorf("message %d (uuid %.200q): %w", i, msg.UUID, err)
+		}
+		if i > 0 && !db.same(chosen) {
+			return executor{}, fmt.Errorf("message %d (uuid %.200q): %w", i, msg.UUID, ErrMixedExecutors)
+		}
+		chosen = db
+	}
+	return chosen, nil
+}
+
+func (p *Publisher) executorFrom(ctx context.Context) (executor, error) {
+	tx, ok := TxFromContext(ctx)
+	if !ok && p.config.TxResolver != nil {
+		tx, ok = p.config.TxResolver(ctx)
+	}
+	if !ok {
+		db := p.base
+		if db.handle != nil && p.config.RequireTx && !db.inTx {
+			// A connection may have begun a transaction since.
+			fresh, err := newExecutor(db.handle)
+			if err != nil {
+				return executor{}, err
+			}
+			db = fresh
+		}
+		if db.handle == nil || (p.config.RequireTx && !db.inTx) {
+			return executor{}, fmt.Errorf("%w: RequireTx is set and the message's context carries none, see ContextWithTx", ErrNoTransaction)
+		}
+		return db, nil
+	}
+	db, err := newExecutor(tx)
+	if err != nil {
+		return executor{}, fmt.Errorf("transaction in the message's context: %w", err)
+	}
+	if !db.inTx {
+		return executor{}, fmt.Errorf("%w: the message's context carries a %T, which is no transaction", ErrUnsupportedExecutor, tx)
+	}
+	if p.base.inTx && !db.same(p.base) {
+		return executor{}, fmt.Errorf("%w: the publisher was made for another transaction", ErrMixedExecutors)
+	}
+	return db, nil
+}
+
+// Close waits for running Publish calls and makes later ones fail with
+// ErrPublisherClosed. It may be called more than once. The database handle
+// stays open.
+func (p *Publisher) Close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.closed = true
+	return nil
+}

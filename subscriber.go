@@ -1,0 +1,269 @@
+package outbox
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/cursor"
+)
+
+const (
+	// DefaultConsumerGroup is the group of a Subscriber that names none.
+	DefaultConsumerGroup = "default"
+
+	// DefaultPageSize is how many messages a page holds at most.
+	DefaultPageSize = 1000
+	// MaxPageSize bounds PageSize.
+	MaxPageSize = 100_000
+	// DefaultPageBytes is how many bytes of messages a page holds at most.
+	DefaultPageBytes = 8 << 20
+	// MaxPageBytes bounds PageBytes.
+	MaxPageBytes = 1 << 30
+
+	// DefaultMinBackoff is the pause after the first Nack of a message.
+	DefaultMinBackoff = 100 * time.Millisecond
+	// DefaultMaxBackoff is the longest pause after a Nack.
+	DefaultMaxBackoff = 10 * time.Second
+
+	// DefaultCloseTimeout is how long Close waits for a message in flight.
+	DefaultCloseTimeout = 5 * time.Second
+
+	// maxHoles is how many rows that cannot become messages are passed over
+	// before a topic stops.
+	maxHoles = 1000
+	// releaseTimeout bounds the last write of a position on Close.
+	releaseTimeout = 5 * time.Second
+)
+
+// StartPosition says where a consumer group begins that has never subscribed to
+// a topic before. It has no effect on a group that has.
+type StartPosition string
+
+const (
+	// StartEarliest delivers everything that is still stored.
+	StartEarliest StartPosition = "earliest"
+	// StartLatest delivers what commits after Subscribe has returned.
+	StartLatest StartPosition = "latest"
+)
+
+// RetryConfig says what follows a Nack.
+type RetryConfig struct {
+	// MinBackoff is the pause before a message is delivered again after its
+	// first Nack. It doubles with each further one, up to MaxBackoff, with up
+	// to a fifth taken off at random. Defaults to DefaultMinBackoff.
+	MinBackoff time.Duration
+	// MaxBackoff is the longest pause. At least MinBackoff. Defaults to
+	// DefaultMaxBackoff.
+	MaxBackoff time.Duration
+}
+
+// SubscriberConfig configures a Subscriber. The zero value works.
+type SubscriberConfig struct {
+	// ConsumerGroup shares a topic's messages among the Subscribers of one
+	// group; every group gets all messages. Any valid UTF-8 of at most
+	// MaxConsumerGroupBytes. Defaults to DefaultConsumerGroup.
+	ConsumerGroup string
+
+	// StartFrom is where a new group begins. Defaults to StartEarliest.
+	StartFrom StartPosition
+
+	// PageSize is how many messages are read at once, at most MaxPageSize.
+	// Larger pages drain a backlog faster and hold more in memory: two pages
+	// per topic. Defaults to DefaultPageSize.
+	PageSize int
+
+	// PageBytes bounds a page by the size of its messages, so that large ones
+	// come in smaller pages; a page may pass it by one message. At most
+	// MaxPageBytes. Defaults to DefaultPageBytes.
+	PageBytes int
+
+	// Retry says what follows a Nack.
+	Retry RetryConfig
+
+	// CloseTimeout is how long a message in flight keeps its context when the
+	// subscription ends; an ack in that time counts. Too short repeats
+	// messages whose handlers were cut off, too long delays the end of a
+	// process whose handler hangs. Negative means not to wait. Defaults to
+	// DefaultCloseTimeout.
+	CloseTimeout time.Duration
+}
+
+func (c SubscriberConfig) withDefaults() SubscriberConfig {
+	c.ConsumerGroup = cmp.Or(c.ConsumerGroup, DefaultConsumerGroup)
+	c.StartFrom = cmp.Or(c.StartFrom, StartEarliest)
+	c.PageSize = cmp.Or(c.PageSize, DefaultPageSize)
+	c.PageBytes = cmp.Or(c.PageBytes, DefaultPageBytes)
+	c.Retry.MinBackoff = cmp.Or(c.Retry.MinBackoff, DefaultMinBackoff)
+	c.Retry.MaxBackoff = cmp.Or(c.Retry.MaxBackoff, max(DefaultMaxBackoff, c.Retry.MinBackoff))
+	c.CloseTimeout = cmp.Or(c.CloseTimeout, DefaultCloseTimeout)
+	return c
+}
+
+func (c SubscriberConfig) validate() error {
+	if problem := textProblem(c.ConsumerGroup, MaxConsumerGroupBytes); problem != "" {
+		return fmt.Errorf("outbox: SubscriberConfig.ConsumerGroup %.200q %s", c.ConsumerGroup, problem)
+	}
+	switch {
+	case c.StartFrom != StartEarliest && c.StartFrom != StartLatest:
+		return fmt.Errorf("outbox: SubscriberConfig.StartFrom must be %q or %q, is %q", StartEarliest, StartLatest, c.StartFrom)
+	case c.PageSize < 1 || c.PageSize > MaxPageSize:
+		return fmt.Errorf("outbox: SubscriberConfig.PageSize must be between 1 and %d, is %d", MaxPageSize, c.PageSize)
+	case c.PageBytes < 1 || c.PageBytes > MaxPageBytes:
+		return fmt.Errorf("outbox: SubscriberConfig.PageBytes must be between 1 and %d, is %d", MaxPageBytes, c.PageBytes)
+	case c.Retry.MinBackoff < 0:
+		return fmt.Errorf("outbox: SubscriberConfig.Retry.MinBackoff must not be negative, is %s", c.Retry.MinBackoff)
+	case c.Retry.MaxBackoff < c.Retry.MinBackoff:
+		return fmt.Errorf("outbox: SubscriberConfig.Retry.MaxBackoff (%s) must not be below MinBackoff (%s)", c.Retry.MaxBackoff, c.Retry.MinBackoff)
+	}
+	return nil
+}
+
+// Subscriber emits committed messages: those of a transaction that committed,
+// all of them, at least once to each consumer group, in causal order per
+// ordering key. It implements message.Subscriber and SubscribeInitializer and
+// is safe for concurrent use.
+//
+// Order is strict: one message of a topic is in flight per group, and the next
+// follows its Ack. Of several Subscribers of a group, in this and other
+// processes, one at a time has a topic; another takes over when it closes, or
+// when its process has been out of touch for the lease (ConsumerConfig.Lease).
+//
+// It survives restarts of the database by itself and never closes a channel for
+// a passing error.
+type Subscriber struct {
+	consumer *Consumer
+	config   SubscriberConfig
+	logger   watermill.LoggerAdapter
+
+	// stopping ends all subscriptions.
+	stopping context.Context //nolint:containedctx // the Subscriber's own lifetime
+	stop     context.CancelCauseFunc
+
+	mu      sync.Mutex
+	closed  bool
+	running sync.WaitGroup
+}
+
+var (
+	_ message.Subscriber           = (*Subscriber)(nil)
+	_ message.SubscribeInitializer = (*Subscriber)(nil)
+)
+
+// NewSubscriber returns a Subscriber that reads through the Consumer. It costs
+// nothing until it subscribes; make as many as there are consumer groups. A nil
+// logger means the Consumer's.
+func NewSubscriber(consumer *Consumer, config SubscriberConfig, logger watermill.LoggerAdapter) (*Subscriber, error) {
+	config = config.withDefaults()
+	if err := config.validate(); err != nil {
+		return nil, err
+	}
+	if consumer == nil {
+		return nil, fmt.Errorf("outbox: NewSubscriber needs a Consumer")
+	}
+	if logger == nil {
+		logger = consumer.logger
+	}
+	s := &Subscriber{
+		consumer: consumer, config: config,
+		logger: logger.With(watermill.LogFields{"consumer_group": config.ConsumerGroup}),
+	}
+	s.stopping, s.stop = context.WithCancelCause(context.Background())
+	if err := consumer.register(s); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// SubscribeInitialize fixes the group's start position in the topic, as
+// Subscribe does. It may be called any number of times, from anywhere.
+func (s *Subscriber) SubscribeInitialize(topic string) error {
+	return s.initialize(context.Background(), topic)
+}
+
+func (s *Subscriber) initialize(ctx context.Context, topic string) error {
+	if err := ValidateTopic(topic); err != nil {
+		return err
+	}
+	if s.stopping.Err() != nil {
+		return ErrSubscriberClosed
+	}
+	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
+	defer cancel()
+	if err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.StartFrom == StartLatest); err != nil {
+		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
+	}
+	return nil
+}
+
+func (s *Subscriber) key(topic string) cursor.Key {
+	return cursor.Key{Group: s.config.ConsumerGroup, Topic: topic}
+}
+
+// Subscribe returns the channel on which the topic's messages come. The group's
+// start position is fixed when it returns; taking the topic over from another
+// Subscriber, and reading, happen in the background. An error means that the
+// database did not answer within ten seconds, or refused.
+//
+// The context's end ends this subscription and closes its channel, as Close
+// does for all: a message in flight is given SubscriberConfig.CloseTimeout, and
+// its ack is stored. Messages carry the context's values; their own contexts
+// end with Ack, Nack, the end of that grace period, and when another process
+// took the topic over.
+func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
+	if err := s.initialize(ctx, topic); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, ErrSubscriberClosed
+	}
+	s.consumer.start()
+	out := make(chan *message.Message)
+	sub := &subscription{
+		consumer: s.consumer, config: s.config, key: s.key(topic), out: out,
+		base:   context.WithoutCancel(ctx),
+		logger: s.logger.With(watermill.LogFields{"topic": topic}),
+	}
+	stop, cancel := context.WithCancelCause(ctx)
+	unhook := context.AfterFunc(s.stopping, func() { cancel(ErrSubscriberClosed) })
+	s.running.Go(func() {
+		// The channel is closed before Close learns of it.
+		defer close(out)
+		defer unhook()
+		defer cancel(context.Canceled)
+		sub.run(stop)
+	})
+	s.logger.Info("Subscribed", watermill.LogFields{"topic": topic})
+	return out, nil
+}
+
+// Close ends all subscriptions and returns when their channels are closed and
+// their positions stored. Messages in flight are waited for, for
+// SubscriberConfig.CloseTimeout at most. Un-acked messages are available to
+// other Subscribers of the group at once. It may be called more than once and
+// always returns nil; the Consumer stays open.
+func (s *Subscriber) Close() error {
+	s.mu.Lock()
+	first := !s.closed
+	s.closed = true
+	s.mu.Unlock()
+	s.stop(ErrSubscriberClosed)
+	s.running.Wait()
+	if first {
+		s.consumer.unregister(s)
+		s.logger.Info("Subscriber closed", nil)
+	}
+	return nil
+}
+
+func (c SubscriberConfig) backoff() backoff.Policy {
+	return backoff.Policy{Min: c.Retry.MinBackoff, Max: c.Retry.MaxBackoff}
+}

@@ -1,0 +1,131 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/cursor"
+	"github.com/millrace/watermill-outbox/internal/delivery"
+	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+var errNewLife = errors.New("the server began another life (a crash, a failover), positions are read again")
+
+// subscription is one channel of a Subscriber: it takes the lease, delivers
+// while it lasts, and takes it again.
+type subscription struct {
+	consumer *Consumer
+	config   SubscriberConfig
+	key      cursor.Key
+	out      chan<- *message.Message
+	base     context.Context //nolint:containedctx // handed on to messages
+	logger   watermill.LoggerAdapter
+}
+
+// run returns when stop has ended and nothing is in flight any more.
+func (s *subscription) run(stop context.Context) {
+	for stop.Err() == nil {
+		held, err := s.consumer.leases.Acquire(stop, s.key)
+		if err != nil {
+			return // stop has ended
+		}
+		s.logger.Debug("Topic taken", nil)
+		s.deliver(stop, held)
+		if cause := context.Cause(held.Context()); errors.Is(cause, lease.ErrLost) {
+			s.logger.Info("Topic lost: "+cause.Error(), nil)
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), min(s.consumer.config.QueryTimeout, releaseTimeout))
+		if err := held.Release(ctx); err != nil {
+			s.logger.Error("Cannot store the last position; some messages may be delivered again", err, nil)
+		}
+		cancel()
+	}
+}
+
+// deliver reads and hands out until the lease or stop ends.
+func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
+	tracker := delivery.NewTracker(held.Start)
+	held.Report(tracker.State)
+
+	reading, cancel := context.WithCancel(held.Context())
+	defer cancel()
+	unhook := context.AfterFunc(stop, cancel)
+	defer unhook()
+	pages := make(chan window.Page)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() { s.read(reading, held, pages) })
+
+	engine := delivery.Strict{
+		Out: s.out, Base: s.base, Stop: stop,
+		Grace: max(s.config.CloseTimeout, 0), Backoff: s.config.backoff(), MaxHoles: maxHoles,
+		Wrap: func(ctx context.Context, row window.Row, attempt int) context.Context {
+			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
+		},
+		Valid: held.Valid, Logger: s.logger,
+	}
+	engine.Run(held.Context(), tracker, pages)
+}
+
+// read sends one page after the other: first the holes, then windows, each one
+// read while the page before is handed out. It tries for as long as it may.
+func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<- window.Page) {
+	registration := s.consumer.watcher.Register(s.key.Topic)
+	defer registration.Close()
+	reader := window.Reader{
+		Queries: s.consumer.queries, Topic: s.key.Topic, Group: s.key.Group,
+		Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
+	}
+	retry := backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
+	failures := 0
+	pos, holes := held.Start.Position, held.Start.Holes
+	for ctx.Err() == nil {
+		// A wake from here on leads to another window.
+		seen := registration.Generation()
+		var page window.Page
+		var rest []window.Hole
+		var err error
+		query, cancel := context.WithTimeout(ctx, s.consumer.config.QueryTimeout)
+		if len(holes) > 0 {
+			page, rest, err = reader.Holes(query, s.consumer.pool, holes)
+		} else {
+			page, err = reader.Next(query, s.consumer.pool, pos)
+		}
+		cancel()
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			failures++
+			pause := retry.Delay(failures)
+			s.logger.Error("Cannot read messages", explain(err, s.consumer.config.Schema), watermill.LogFields{"failures": failures, "retry_in": pause.String()})
+			backoff.Wait(ctx, pause)
+			continue
+		case page.Life != held.Life:
+			held.Lose(errNewLife)
+			return
+		}
+		failures = 0
+		select {
+		case pages <- page:
+		case <-ctx.Done():
+			return
+		}
+		if page.Holes {
+			holes = rest
+			continue
+		}
+		pos = page.End
+		if !page.More {
+			registration.Wait(ctx, seen, lookInterval)
+		}
+	}
+}
