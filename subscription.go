@@ -87,9 +87,13 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 	retry := backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
 	failures := 0
 	pos, holes := held.Start.Position, held.Start.Holes
+	seen := registration.Generation()
 	for ctx.Err() == nil {
-		// A wake from here on leads to another window.
-		seen := registration.Generation()
+		if pos.Step == window.Idle {
+			// The window that begins now has what is known by now. A wake that
+			// comes later, while its pages are read, asks for another one.
+			seen = registration.Generation()
+		}
 		var page window.Page
 		var rest []window.Hole
 		var err error

@@ -71,13 +71,19 @@ func (f *fixture) publisher(config outbox.PublisherConfig) *outbox.Publisher {
 // consumer returns a Consumer with short intervals, closed at the end.
 func (f *fixture) consumer(change func(*outbox.ConsumerConfig)) *outbox.Consumer {
 	f.t.Helper()
+	return f.consumerOn(f.pool.Config(), change)
+}
+
+// consumerOn is consumer with a connection configuration of the test's.
+func (f *fixture) consumerOn(db *pgxpool.Config, change func(*outbox.ConsumerConfig)) *outbox.Consumer {
+	f.t.Helper()
 	config := outbox.ConsumerConfig{
 		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond,
 	}
 	if change != nil {
 		change(&config)
 	}
-	consumer, err := outbox.NewConsumer(f.pool.Config(), config, testLogger(f.t))
+	consumer, err := outbox.NewConsumer(db, config, testLogger(f.t))
 	require.NoError(f.t, err)
 	f.t.Cleanup(func() { require.NoError(f.t, consumer.Close()) })
 	return consumer

@@ -1,0 +1,121 @@
+package pgtest
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+)
+
+// EnvPostgresBin is the environment variable that names the folder with the
+// server's programs, for example /usr/lib/postgresql/17/bin.
+const EnvPostgresBin = "OUTBOX_POSTGRES_BIN"
+
+// distributionFolders is where packages put the server's programs: Debian and
+// Ubuntu, the PostgreSQL project's RPMs, SUSE, Alpine, a build from source,
+// Homebrew on both kinds of Mac, Postgres.app, the EDB installer, MacPorts.
+var distributionFolders = []string{
+	"/usr/lib/postgresql/*/bin",
+	"/usr/pgsql-*/bin",
+	"/usr/lib/postgresql*/bin",
+	"/usr/libexec/postgresql*",
+	"/usr/local/pgsql/bin",
+	"/opt/homebrew/opt/postgresql@*/bin",
+	"/opt/homebrew/opt/postgresql/bin",
+	"/usr/local/opt/postgresql@*/bin",
+	"/usr/local/opt/postgresql/bin",
+	"/Applications/Postgres.app/Contents/Versions/*/bin",
+	"/Library/PostgreSQL/*/bin",
+	"/opt/local/lib/postgresql*/bin",
+}
+
+// finder finds the server's programs.
+type finder struct {
+	explicit string   // value of EnvPostgresBin
+	path     []string // folders of PATH
+	globs    []string // patterns of folders
+	download func(context.Context) (string, error)
+}
+
+func defaultFinder() finder {
+	return finder{
+		explicit: os.Getenv(EnvPostgresBin),
+		path:     filepath.SplitList(os.Getenv("PATH")),
+		globs:    distributionFolders,
+		download: func(ctx context.Context) (string, error) { return defaultDownloader().download(ctx) },
+	}
+}
+
+// find returns a folder with the server's programs: the explicit one, or else
+// the first on PATH, or else the newest of a distribution, or else a download.
+func (f finder) find(ctx context.Context) (string, error) {
+	if f.explicit != "" {
+		if err := checkPrograms(f.explicit); err != nil {
+			return "", fmt.Errorf("pgtest: %s=%s is not a folder with the programs of a PostgreSQL server (unset it to search elsewhere): %w", EnvPostgresBin, f.explicit, err)
+		}
+		return filepath.Abs(f.explicit)
+	}
+	for _, dir := range f.path {
+		if !filepath.IsAbs(dir) || checkPrograms(dir) != nil {
+			continue
+		}
+		// A program finds its libraries and data from where it really is.
+		real, err := filepath.EvalSymlinks(filepath.Join(dir, "postgres"))
+		if err == nil && checkPrograms(filepath.Dir(real)) == nil {
+			return filepath.Dir(real), nil
+		}
+		return dir, nil
+	}
+	var found []string
+	for _, pattern := range f.globs {
+		dirs, err := filepath.Glob(pattern)
+		if err != nil {
+			return "", fmt.Errorf("pgtest: folders %s: %w", pattern, err)
+		}
+		for _, dir := range dirs {
+			if checkPrograms(dir) == nil {
+				found = append(found, dir)
+			}
+		}
+	}
+	if len(found) > 0 {
+		// Stable, so that among equals the order of the patterns decides.
+		slices.SortStableFunc(found, func(a, b string) int { return compareVersions(folderVersion(b), folderVersion(a)) })
+		return found[0], nil
+	}
+	return f.download(ctx)
+}
+
+// checkPrograms returns an error if dir lacks a program that every server needs.
+func checkPrograms(dir string) error {
+	for _, name := range []string{"initdb", "postgres"} {
+		info, err := os.Stat(filepath.Join(dir, name))
+		if err != nil {
+			return err
+		}
+		if info.IsDir() || info.Mode()&0o111 == 0 {
+			return fmt.Errorf("%s is not a program", filepath.Join(dir, name))
+		}
+	}
+	return nil
+}
+
+var number = regexp.MustCompile(`\d+`)
+
+// folderVersion returns the numbers in a folder's name: [9 6] for
+// /usr/pgsql-9.6/bin. A folder without any comes last.
+func folderVersion(dir string) []int {
+	var version []int
+	for _, digits := range number.FindAllString(dir, -1) {
+		n, err := strconv.Atoi(digits)
+		if err == nil {
+			version = append(version, n)
+		}
+	}
+	return version
+}
+
+func compareVersions(a, b []int) int { return slices.Compare(a, b) }

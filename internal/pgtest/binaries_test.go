@@ -1,0 +1,101 @@
+package pgtest
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// fakePrograms makes a folder with files that look like a server's programs.
+func fakePrograms(t *testing.T, dir string) string {
+	t.Helper()
+	require.NoError(t, os.MkdirAll(dir, 0o755))
+	for _, name := range []string{"initdb", "postgres"} {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"), 0o755))
+	}
+	return dir
+}
+
+func TestFind(t *testing.T) {
+	t.Parallel()
+	root, err := filepath.EvalSymlinks(t.TempDir())
+	require.NoError(t, err)
+	explicit := fakePrograms(t, filepath.Join(root, "explicit"))
+	onPath := fakePrograms(t, filepath.Join(root, "path"))
+	fakePrograms(t, filepath.Join(root, "debian", "9.6", "bin"))
+	fakePrograms(t, filepath.Join(root, "debian", "13", "bin"))
+	newest := fakePrograms(t, filepath.Join(root, "rpm-17", "bin"))
+	// Debian leaves folders of removed versions behind, with client programs.
+	require.NoError(t, os.MkdirAll(filepath.Join(root, "debian", "18", "bin"), 0o755))
+	linked := filepath.Join(root, "linked")
+	require.NoError(t, os.MkdirAll(linked, 0o755))
+	for _, name := range []string{"initdb", "postgres"} {
+		require.NoError(t, os.Symlink(filepath.Join(newest, name), filepath.Join(linked, name)))
+	}
+	globs := []string{filepath.Join(root, "debian", "*", "bin"), filepath.Join(root, "rpm-*", "bin")}
+	failed := errors.New("no network")
+	download := func(context.Context) (string, error) { return "", failed }
+
+	tests := []struct {
+		name   string
+		finder finder
+		want   string
+		err    string
+	}{
+		{"the explicit folder wins", finder{explicit, []string{onPath}, globs, download}, explicit, ""},
+		{"then PATH", finder{"", []string{"", ".", root, onPath}, globs, download}, onPath, ""},
+		{"links on PATH are followed", finder{"", []string{linked}, globs, download}, newest, ""},
+		{"then the newest of a distribution", finder{"", []string{root}, globs, download}, newest, ""},
+		{"then a download", finder{"", nil, nil, func(context.Context) (string, error) { return "/cache", nil }}, "/cache", ""},
+		{"whose failure is told", finder{"", nil, []string{filepath.Join(root, "none*")}, download}, "", "no network"},
+		// Falling back would test with another version than was asked for.
+		{"a wrong explicit folder is an error", finder{root, []string{onPath}, globs, download}, "", "OUTBOX_POSTGRES_BIN=" + root + " is not a folder with the programs of a PostgreSQL server"},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			got, err := test.finder.find(t.Context())
+			if test.err != "" {
+				require.ErrorContains(t, err, test.err)
+				return
+			}
+			require.NoError(t, err)
+			require.Equal(t, test.want, got)
+		})
+	}
+}
+
+func TestCheckPrograms(t *testing.T) {
+	t.Parallel()
+	dir := fakePrograms(t, t.TempDir())
+	require.NoError(t, checkPrograms(dir))
+	require.NoError(t, os.Chmod(filepath.Join(dir, "initdb"), 0o644))
+	require.ErrorContains(t, checkPrograms(dir), "initdb is not a program")
+	require.ErrorIs(t, checkPrograms(t.TempDir()), os.ErrNotExist)
+}
+
+// The real thing, by way of the environment.
+func TestStartWithNamedPrograms(t *testing.T) {
+	bin := programs(t)
+	t.Run(EnvPostgresBin, func(t *testing.T) {
+		t.Setenv("PATH", "/bin:/usr/bin")
+		t.Setenv(EnvPostgresBin, bin)
+		s := Own(t, Options{})
+		require.Equal(t, bin, s.sup.bin)
+	})
+	t.Run("PATH", func(t *testing.T) {
+		t.Setenv("PATH", bin+":/bin:/usr/bin")
+		t.Setenv(EnvPostgresBin, "")
+		s := Own(t, Options{})
+		require.Equal(t, bin, s.sup.bin)
+	})
+	t.Run("wrong", func(t *testing.T) {
+		t.Setenv(EnvPostgresBin, "/nowhere")
+		_, err := Start(t.Context(), Options{})
+		require.ErrorContains(t, err, "OUTBOX_POSTGRES_BIN=/nowhere is not a folder")
+	})
+}

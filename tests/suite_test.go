@@ -1,0 +1,85 @@
+package tests
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	wmtests "github.com/ThreeDotsLabs/watermill/pubsub/tests"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/pgtest"
+)
+
+// suiteFeatures is what the outbox promises to Watermill.
+func suiteFeatures(exactlyOnce bool) wmtests.Features {
+	return wmtests.Features{
+		ConsumerGroups:      true,
+		ExactlyOnceDelivery: exactlyOnce, // without failures; also skips two tests about closing
+		GuaranteedOrder:     true,
+		Persistent:          true,
+	}
+}
+
+// suite makes the pairs that Watermill's tests ask for, all on one outbox.
+type suite struct {
+	*fixture
+	consumer *outbox.Consumer
+}
+
+func newSuite(t *testing.T, f *fixture) *suite {
+	return &suite{fixture: f, consumer: f.consumer(func(config *outbox.ConsumerConfig) {
+		config.MaxConns = outbox.DefaultMaxConns
+	})}
+}
+
+func (s *suite) pair(t *testing.T, group string) (message.Publisher, message.Subscriber) {
+	// Called from goroutines of the suite, so nothing may FailNow here.
+	publisher, err := outbox.NewPublisher(s.pool, outbox.PublisherConfig{Schema: oddSchema}, testLogger(t))
+	assert.NoError(t, err)
+	subscriber, err := outbox.NewSubscriber(s.consumer, outbox.SubscriberConfig{
+		ConsumerGroup: group,
+		PageSize:      50,
+		// ContinueAfterErrors nacks one message 300 times.
+		Retry:        outbox.RetryConfig{MinBackoff: 5 * time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+		CloseTimeout: time.Second,
+	}, testLogger(t))
+	assert.NoError(t, err)
+	return publisher, subscriber
+}
+
+func (s *suite) sharedGroup(t *testing.T) (message.Publisher, message.Subscriber) {
+	return s.pair(t, "test")
+}
+
+func (s *suite) ownGroup(t *testing.T) (message.Publisher, message.Subscriber) {
+	return s.pair(t, watermill.NewUUID())
+}
+
+func TestWatermillSuite(t *testing.T) {
+	for name, exactlyOnce := range map[string]bool{"at least once": false, "exactly once": true} {
+		t.Run(name, func(t *testing.T) {
+			s := newSuite(t, newFixture(t))
+			wmtests.TestPubSub(t, suiteFeatures(exactlyOnce), s.sharedGroup, s.pair)
+		})
+	}
+	t.Run("old messages", func(t *testing.T) {
+		s := newSuite(t, newFixture(t))
+		features := suiteFeatures(false)
+		features.NewSubscriberReceivesOldMessages = true
+		wmtests.TestNewSubscriberReceivesOldMessages(t, wmtests.TestContext{TestID: wmtests.NewTestID(), Features: features}, s.ownGroup)
+	})
+}
+
+// newOwnFixture is an outbox on a server of its own, that may be restarted.
+func newOwnFixture(t *testing.T, options pgtest.Options) (*fixture, *pgtest.Server) {
+	t.Helper()
+	server, err := pgtest.Start(context.Background(), options)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Stop()) })
+	return fixtureAt(t, server.URL()), server
+}
