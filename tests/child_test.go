@@ -20,6 +20,9 @@ const (
 	childURL   = "OUTBOX_TEST_CHILD_URL"
 	childTopic = "OUTBOX_TEST_CHILD_TOPIC"
 	childLease = "OUTBOX_TEST_CHILD_LEASE"
+
+	// childRestart is the address of a test that restarts its server when asked.
+	childRestart = "OUTBOX_TEST_CHILD_RESTART"
 )
 
 // childCheckpoint is how often a child stores its position.

@@ -12,9 +12,16 @@ import (
 	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
+// children are what the test binary does instead of testing when it was started
+// by a test as a process of its own, by the environment variable that says so.
+var children = map[string]func() error{childURL: consumeAsChild}
+
 func TestMain(m *testing.M) {
-	if os.Getenv(childURL) != "" {
-		if err := consumeAsChild(); err != nil {
+	for name, run := range children {
+		if os.Getenv(name) == "" {
+			continue
+		}
+		if err := run(); err != nil {
 			fmt.Fprintln(os.Stderr, "child:", err)
 			os.Exit(1)
 		}
