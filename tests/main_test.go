@@ -9,6 +9,8 @@ import (
 	"os"
 	"testing"
 
+	"go.uber.org/goleak"
+
 	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
@@ -27,5 +29,8 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
-	pgtest.Main(m)
+	pgtest.Main(m,
+		// Watermill's reconnect test leaves this one behind.
+		goleak.IgnoreTopFunction("github.com/ThreeDotsLabs/watermill/pubsub/tests.TestReconnect.func2"),
+	)
 }
