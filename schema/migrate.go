@@ -180,8 +180,8 @@ func SQL(cfg Config, from int) (string, error) {
 	} else {
 		// Division by zero is the shortest portable way to stop a script.
 		b.WriteString(Text(cfg.Name, fmt.Sprintf(
-			"-- Stops with a division by zero when the schema is at another version than %d.\n"+
-				"SELECT 1 / (value::int = %d)::int FROM outbox.meta WHERE key = 'version';\n\n", from, from)))
+			"-- Stops with a division by zero unless the schema is at version %d.\n"+
+				"SELECT 1 / count(*) FROM outbox.meta WHERE key = 'version' AND value = '%d';\n\n", from, from)))
 	}
 	for _, m := range migrations[from:] {
 		b.WriteString(m.script(cfg))

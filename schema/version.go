@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"strconv"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -87,15 +88,19 @@ func ReadVersion(ctx context.Context, row RowFunc, name string) (int, error) {
 	case !mayRead:
 		return 0, fmt.Errorf("schema %q: role %q lacks SELECT on table meta: run the script printed by schema.Grants", name, role)
 	}
-	var version int
-	err = row(ctx, Text(name, "SELECT value::int FROM outbox.meta WHERE key = 'version'"), nil, &version)
-	if errors.Is(err, errNoRow) {
-		return 0, fmt.Errorf("schema %q has a table meta without a version, so it is not an outbox of this library: choose another schema", name)
-	}
-	if err != nil {
+	// By way of JSON, since somebody else's table may have any columns, and a
+	// failed statement would abort the caller's transaction.
+	var text *string
+	err = row(ctx, Text(name, "SELECT to_jsonb(m) ->> 'value' FROM outbox.meta m WHERE to_jsonb(m) ->> 'key' = 'version'"), nil, &text)
+	if err != nil && !errors.Is(err, errNoRow) {
 		return 0, fmt.Errorf("schema %q: read version: %w", name, err)
 	}
-	return version, nil
+	if text != nil {
+		if version, err := strconv.Atoi(*text); err == nil {
+			return version, nil
+		}
+	}
+	return 0, fmt.Errorf("schema %q has a table meta without a version, so it is not an outbox of this library: choose another schema", name)
 }
 
 // RequireVersion returns nil when the installed version is this library's,

@@ -102,12 +102,19 @@ func (f *fixture) subscribe(consumer *outbox.Consumer, config outbox.SubscriberC
 // receive acks and returns the next n messages.
 func receive(t testing.TB, messages <-chan *message.Message, n int) []*message.Message {
 	t.Helper()
+	return receiveWith(t, messages, n, func(int, *message.Message) {})
+}
+
+// receiveWith is receive, and shows each message to look before it is acked.
+func receiveWith(t testing.TB, messages <-chan *message.Message, n int, look func(i int, msg *message.Message)) []*message.Message {
+	t.Helper()
 	var received []*message.Message
 	timeout := time.After(waitFor)
 	for len(received) < n {
 		select {
 		case msg, ok := <-messages:
 			require.True(t, ok, "channel closed after %d of %d messages", len(received), n)
+			look(len(received), msg)
 			require.True(t, msg.Ack())
 			received = append(received, msg)
 		case <-timeout:

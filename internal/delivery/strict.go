@@ -70,16 +70,17 @@ func (s *Strict) page(lease context.Context, tracker *Tracker, page window.Page)
 	}
 	for i, row := range page.Rows {
 		hole := window.Hole{Era: row.Era, ID: row.ID, CreatedAt: row.CreatedAt}
+		metadata, err := row.DecodeMetadata()
 		switch {
-		case row.Err != nil && page.Holes:
-			s.report(row) // still
-		case row.Err != nil:
-			s.report(row)
+		case err != nil && page.Holes:
+			s.report(row, err) // still
+		case err != nil:
+			s.report(row, err)
 			if !s.room(lease, tracker) {
 				return false
 			}
 			tracker.AddHole(hole, page.After(i))
-		case s.deliver(lease, row) != acked:
+		case s.deliver(lease, row, metadata) != acked:
 			return false
 		case page.Holes:
 			tracker.FillHole(hole)
@@ -94,8 +95,8 @@ func (s *Strict) page(lease context.Context, tracker *Tracker, page window.Page)
 }
 
 // report says that a row cannot become a message.
-func (s *Strict) report(row window.Row) {
-	s.Logger.Error("A stored row cannot become a message; it is passed over and kept in the cursor's holes", row.Err, watermill.LogFields{
+func (s *Strict) report(row window.Row, err error) {
+	s.Logger.Error("A stored row cannot become a message; it is passed over and kept in the cursor's holes", err, watermill.LogFields{
 		"outbox_id": row.ID, "message_uuid": row.UUID,
 	})
 }
@@ -116,17 +117,17 @@ func (s *Strict) room(lease context.Context, tracker *Tracker) bool {
 }
 
 // deliver hands out one row until its message is acked.
-func (s *Strict) deliver(lease context.Context, row window.Row) outcome {
+func (s *Strict) deliver(lease context.Context, row window.Row, metadata map[string]string) outcome {
 	for attempt := 1; ; attempt++ {
 		if !s.Valid() || s.Stop.Err() != nil {
 			return stopped
 		}
-		msg := message.NewMessage(row.UUID, row.Payload)
-		// Each delivery has metadata of its own: handlers may change them.
-		msg.Metadata = make(message.Metadata, len(row.Metadata))
-		for key, value := range row.Metadata {
-			msg.Metadata[key] = value
+		if attempt > 1 {
+			// Each delivery has metadata of its own: handlers may change them.
+			metadata, _ = row.DecodeMetadata() // worked before
 		}
+		msg := message.NewMessage(row.UUID, row.Payload)
+		msg.Metadata = metadata
 		ctx, cancel := context.WithCancelCause(s.Base)
 		msg.SetContext(s.Wrap(ctx, row, row.Attempt+attempt))
 		result, again := s.handOut(lease, msg, cancel)

@@ -6,11 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/millrace/watermill-outbox/internal/metadata"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -48,22 +46,6 @@ type Life struct {
 	Era int64
 	// Boot is the random row put there in this life; "" if nobody has yet.
 	Boot string
-}
-
-// Row is one message as it is stored.
-type Row struct {
-	Era       int64
-	ID        int64
-	Key       string // "" if none
-	UUID      string
-	Metadata  map[string]string
-	Payload   []byte
-	CreatedAt time.Time
-	Attempt   int
-	// Err says why the row cannot become a message; Metadata is then nil.
-	Err error
-
-	step Step
 }
 
 // Page is what one statement returned.
@@ -289,13 +271,9 @@ func (p Position) done() Position {
 	return p
 }
 
-// header is the first row of a page.
+// header is what a page's first line says, and its last.
 type header struct {
-	life     Life
-	snapshot string
-	top      int64
-	lateXids []string
-	// last and bytes are of the last row: where the page ends, and its size.
+	line
 	last  Row
 	bytes int64
 }
@@ -321,51 +299,28 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, query string
 	page := Page{start: pos, End: pos}
 	isOpen := query == r.Queries.open
 	for first := true; rows.Next(); first = false {
-		var (
-			step                    int
-			id, era, top, bytes     *int64
-			key, uuid, boot, window *string
-			meta, payload           []byte
-			createdAt               *time.Time
-			attempt                 *int
-			xids                    []string
-		)
-		dest := []any{&step, &id, &key, &uuid, &meta, &payload, &createdAt, &attempt, &bytes, &era, &boot, &window, &top, &xids}
-		if !isOpen {
-			dest = dest[:11]
-		}
-		if err := rows.Scan(dest...); err != nil {
+		l, err := scan(rows, isOpen)
+		if err != nil {
 			return header{}, Page{}, err
 		}
+		if first != (l.kind == 0) {
+			return header{}, Page{}, errors.New("a page's header is not its first row")
+		}
 		if first {
-			if step != 0 || era == nil {
-				return header{}, Page{}, errors.New("a page begins without its header")
-			}
-			head.life.Era = *era
-			if boot != nil {
-				head.life.Boot = *boot
-			}
-			if isOpen {
-				head.snapshot, head.top, head.lateXids = *window, *top, xids
-				if head.lateXids == nil {
-					head.lateXids = []string{}
-				}
-			}
+			head.line = l
 			continue
 		}
-		row := Row{
-			Era: head.life.Era, ID: *id, UUID: *uuid, Payload: payload, CreatedAt: *createdAt, Attempt: *attempt,
-			step: steps[step],
+		if l.row.Era == 0 {
+			l.row.Era = head.life.Era
 		}
-		if era != nil {
-			row.Era = *era
+		// The statements' plans are in order without a sort at the top, which
+		// would hold back the first row until the last is read. A plan that is
+		// not would lose rows, so it is an error.
+		if len(page.Rows) > 0 && !head.last.before(l.row) {
+			return header{}, Page{}, fmt.Errorf("a page is out of order: id %d after %d", l.row.ID, head.last.ID)
 		}
-		if key != nil {
-			row.Key = *key
-		}
-		row.Metadata, row.Err = metadata.Decode(meta)
-		page.Rows = append(page.Rows, row)
-		head.last, head.bytes = row, *bytes
+		page.Rows = append(page.Rows, l.row)
+		head.last, head.bytes = l.row, l.total
 	}
 	if err := rows.Err(); err != nil {
 		return header{}, Page{}, err
@@ -378,4 +333,16 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, query string
 		return head, Page{Life: head.life, End: pos.enterEra(head.life.Era), More: true}, nil
 	}
 	return head, page, nil
+}
+
+// before reports whether r comes before other in a page: late rows before main
+// rows, then by era, then by id.
+func (r Row) before(other Row) bool {
+	switch {
+	case r.step != other.step:
+		return r.step == Late
+	case r.Era != other.Era:
+		return r.Era < other.Era
+	}
+	return r.ID < other.ID
 }

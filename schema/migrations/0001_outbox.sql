@@ -23,28 +23,30 @@ CREATE TABLE outbox.meta (
 -- id orders messages within a reading window, so its sequence must hand out
 -- numbers in the order of the calls: CACHE 1. xid is the publishing
 -- transaction: which snapshots see the row is computed from it. created_at
--- only chooses the partition, no promise rests on it.
+-- only chooses the partition, no promise rests on it. Names are compared byte by
+-- byte (COLLATE "C"), which is quicker, and an index on them stays good when the
+-- operating system changes how it sorts.
 CREATE TABLE outbox.messages (
     id           bigint      GENERATED ALWAYS AS IDENTITY (CACHE 1),
     xid          xid8        NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     era          bigint      NOT NULL DEFAULT outbox.era(),
-    topic        text        NOT NULL,
-    key          text,
-    uuid         text        NOT NULL,
+    topic        text        COLLATE "C" NOT NULL,
+    key          text        COLLATE "C",
+    uuid         text        COLLATE "C" NOT NULL,
     metadata     json        NOT NULL DEFAULT '{}',
     payload      bytea,
     created_at   timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
-    target_group text,
+    target_group text        COLLATE "C",
     attempt      integer     NOT NULL DEFAULT 0
 ) PARTITION BY RANGE (created_at);
 
 -- An insert never fails for lack of a partition.
 CREATE TABLE outbox.messages_default PARTITION OF outbox.messages DEFAULT;
 
--- By id: a message named by an operator, positions given as an id.
-CREATE INDEX messages_id ON outbox.messages (id);
 -- The main rows of a window, by keyset; and the rows of other eras, found
--- without reading those of this one.
+-- without reading those of this one. There is no index on id alone: the planner
+-- preferred it to this one for topics that its statistics call frequent, and
+-- walked the rows of all topics for one that is not.
 CREATE INDEX messages_topic_era_id ON outbox.messages (topic, era, id);
 -- The late rows of a window, transaction by transaction.
 CREATE INDEX messages_topic_xid_id ON outbox.messages (topic, xid, id);
@@ -52,8 +54,8 @@ CREATE INDEX messages_topic_xid_id ON outbox.messages (topic, xid, id);
 -- One row per (group, topic, shard): how far the group is. See the package
 -- documentation of internal/window for what the columns of the position mean.
 CREATE TABLE outbox.cursors (
-    consumer_group text        NOT NULL,
-    topic          text        NOT NULL,
+    consumer_group text        COLLATE "C" NOT NULL,
+    topic          text        COLLATE "C" NOT NULL,
     shard          integer     NOT NULL DEFAULT 0 CHECK (shard >= 0),
     era            bigint      NOT NULL,
     p              pg_snapshot NOT NULL,
@@ -65,7 +67,7 @@ CREATE TABLE outbox.cursors (
     at_era         bigint      NOT NULL DEFAULT 0,
     holes          jsonb       NOT NULL DEFAULT '[]' CHECK (jsonb_typeof(holes) = 'array'),
     past           jsonb       NOT NULL DEFAULT '{}' CHECK (jsonb_typeof(past) = 'object'),
-    holder         text,
+    holder         text        COLLATE "C",
     epoch          bigint      NOT NULL DEFAULT 0,
     created_at     timestamptz NOT NULL DEFAULT now(),
     updated_at     timestamptz NOT NULL DEFAULT now(),
@@ -75,7 +77,7 @@ CREATE TABLE outbox.cursors (
 
 -- One row per consuming process. A holder is alive while its beat changes.
 CREATE TABLE outbox.processes (
-    holder     text        PRIMARY KEY,
+    holder     text        COLLATE "C" PRIMARY KEY,
     beat       bigint      NOT NULL DEFAULT 0,
     host       text        NOT NULL DEFAULT '',
     pid        integer     NOT NULL DEFAULT 0,
@@ -87,13 +89,13 @@ CREATE TABLE outbox.processes (
 CREATE TABLE outbox.deferred (
     id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     due_at       timestamptz NOT NULL,
-    topic        text        NOT NULL,
-    key          text,
-    uuid         text        NOT NULL,
+    topic        text        COLLATE "C" NOT NULL,
+    key          text        COLLATE "C",
+    uuid         text        COLLATE "C" NOT NULL,
     metadata     json        NOT NULL DEFAULT '{}',
     payload      bytea,
     created_at   timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
-    target_group text,
+    target_group text        COLLATE "C",
     attempt      integer     NOT NULL DEFAULT 0
 );
 CREATE INDEX deferred_due ON outbox.deferred (due_at, id);
@@ -101,10 +103,10 @@ CREATE INDEX deferred_due ON outbox.deferred (due_at, id);
 -- What exhausted its attempts, with its origin.
 CREATE TABLE outbox.dead_letters (
     id             bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    consumer_group text        NOT NULL,
-    topic          text        NOT NULL,
-    key            text,
-    uuid           text        NOT NULL,
+    consumer_group text        COLLATE "C" NOT NULL,
+    topic          text        COLLATE "C" NOT NULL,
+    key            text        COLLATE "C",
+    uuid           text        COLLATE "C" NOT NULL,
     metadata       json        NOT NULL DEFAULT '{}',
     payload        bytea,
     origin_era     bigint      NOT NULL,
@@ -118,8 +120,8 @@ CREATE INDEX dead_letters_group ON outbox.dead_letters (consumer_group, topic, i
 
 -- What an effectively-once handler of a group has done already.
 CREATE TABLE outbox.inbox (
-    consumer_group text        NOT NULL,
-    uuid           text        NOT NULL,
+    consumer_group text        COLLATE "C" NOT NULL,
+    uuid           text        COLLATE "C" NOT NULL,
     handled_at     timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
     PRIMARY KEY (consumer_group, uuid)
 );
@@ -175,7 +177,7 @@ BEGIN
     END IF;
     publish.uuid := coalesce(publish.uuid, gen_random_uuid()::text);
     INSERT INTO outbox.messages (topic, key, uuid, metadata, payload)
-        VALUES (publish.topic, publish.key, publish.uuid, publish.metadata, publish.payload);
+        VALUES (publish.topic, nullif(publish.key, ''), publish.uuid, publish.metadata, publish.payload);
     RETURN publish.uuid;
 END $body$;
 
@@ -190,8 +192,9 @@ DO $body$
 DECLARE
     width bigint := (SELECT m.value::bigint FROM outbox.meta m WHERE m.key = 'partition_interval');
     ahead bigint := (SELECT m.value::bigint FROM outbox.meta m WHERE m.key = 'look_ahead');
-    lower bigint := floor(extract(epoch FROM now()))::bigint / width * width;
-    until bigint := lower + ahead;
+    moment bigint := floor(extract(epoch FROM now()));
+    lower bigint := moment / width * width;
+    until bigint := moment + ahead;
 BEGIN
     WHILE lower <= until LOOP
         EXECUTE format('CREATE TABLE %I.%I PARTITION OF %I.messages FOR VALUES FROM (%L) TO (%L)',

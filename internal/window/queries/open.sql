@@ -63,4 +63,3 @@ UNION ALL
 SELECT page.step, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total,
        NULL, NULL, NULL, NULL, NULL
 FROM page WHERE page.total - page.size < $6::bigint
-ORDER BY 1, 2

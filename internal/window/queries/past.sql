@@ -48,4 +48,3 @@ FROM (
     ) AS r
 ) AS page
 WHERE page.total - page.size < $4::bigint
-ORDER BY 1, 10, 2
