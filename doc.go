@@ -1,0 +1,84 @@
+// Package outbox is a transactional outbox for Watermill on PostgreSQL: a
+// [Publisher] that writes messages inside the caller's transaction, and a
+// [Subscriber] that delivers those of committed transactions to consumer groups.
+// Both are ordinary Watermill parts: Routers, middlewares, CQRS buses and
+// decorators work with them as with any other Pub/Sub.
+//
+// # Promises
+//
+//   - Atomic. A message exists if, and only if, its transaction committed. The
+//     exception is synchronous_commit=off: a subscriber may then see what a
+//     crash of the server makes undone.
+//   - Nothing is lost. Every committed message reaches every consumer group at
+//     least once: across crashes of processes and of the server, and however
+//     long a transaction stays open.
+//   - Causal order. When transaction A committed before B published, A's message
+//     is delivered before B's. Take the row lock first, then publish: the
+//     messages about a row then come in the order of its changes.
+//   - No stall. A long transaction delays its own messages only, a slow consumer
+//     itself only. No transaction is open while a handler runs.
+//   - Few repeats. None after Close; after a crash what was acked since the last
+//     checkpoint ([ConsumerConfig].CheckpointInterval).
+//
+// # Tables
+//
+// They live in a schema of their own and are made by schema.Migrate, or by the
+// script that schema.SQL returns. Nothing here runs DDL; the constructors check
+// what is there and say what is missing.
+//
+// # Publishing
+//
+// Make one Publisher and keep it. It takes the transaction of each message from
+// the message's context; pgx and database/sql both do:
+//
+//	msg := message.NewMessageWithContext(outbox.ContextWithTx(ctx, tx), watermill.NewUUID(), payload)
+//	msg.Metadata.Set(outbox.DefaultKeyMetadata, orderID)
+//	err := publisher.Publish("orders", msg)
+//
+// A CQRS event bus passes its caller's context on to the message, so one
+// long-lived bus is transactional when it is given ContextWithTx(ctx, tx). A
+// message that comes without a transaction is written in one of its own, or
+// refused with [PublisherConfig].RequireTx. Messages that a Router's handler
+// returns come without one; publish inside the handler instead.
+//
+// # Subscribing
+//
+// A [Consumer] is one per process and database. It has connections of its own,
+// beside the application's pool, and looks for new messages of all topics with
+// one statement per [ConsumerConfig].PollInterval. A Subscriber is one per
+// consumer group and costs next to nothing.
+//
+// Within a group a topic is delivered strictly in order: one message is in
+// flight, the next follows its Ack, and a Nack brings the same message again
+// after a pause that grows ([RetryConfig]). Any number of processes may subscribe;
+// one of them has the topic, another takes over when it closes, or when it has
+// been out of touch for [ConsumerConfig].Lease. What is known of a message
+// beside its content is in [DeliveryFromCtx].
+//
+// A Subscriber never closes its channel because of a passing failure: it waits,
+// connects again and goes on, also across crashes and failovers of the server.
+//
+// # Defaults
+//
+// The zero value of each configuration works. A message is seen within 100 ms
+// ([DefaultPollInterval]), positions are stored every 250 ms
+// ([DefaultCheckpointInterval]), a dead process is replaced after 10 s
+// ([DefaultLease]), and a Nack costs 100 ms at first, 10 s at most
+// ([DefaultMinBackoff], [DefaultMaxBackoff]).
+//
+// # Shutdown
+//
+// In this order: the Router (or the contexts given to Subscribe), which ends the
+// subscriptions and waits for messages in flight; Subscribers that no Router
+// closes; Publishers; the Consumer; the application's pool. A message in flight
+// keeps its context for [SubscriberConfig].CloseTimeout and its ack counts in
+// that time.
+//
+// # Errors
+//
+// Publish refuses bad input before any SQL runs, with [ErrInvalidTopic] or a
+// [*MessageError]: the transaction stays usable. An error from the server has
+// aborted the transaction, as any failed statement has: roll it back. Errors
+// wrap their cause, so errors.As finds the *pgconn.PgError, and say what to do
+// where there is something to do. errors.go lists those to test for.
+package outbox

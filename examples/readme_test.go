@@ -1,0 +1,162 @@
+// Package examples_test holds the code that README.md shows, so that it
+// compiles and does what is said there.
+package examples_test
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/components/cqrs"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+	"github.com/stretchr/testify/require"
+
+	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/pgtest"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func payOrder(ctx context.Context, pool *pgxpool.Pool, publisher message.Publisher, orderID string) error {
+	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		// The row first: its lock puts the messages of this order in order.
+		if _, err := tx.Exec(ctx, "UPDATE orders SET status = 'paid' WHERE id = $1", orderID); err != nil {
+			return err
+		}
+		msg := message.NewMessageWithContext(outbox.ContextWithTx(ctx, tx), watermill.NewUUID(), []byte(`{"status":"paid"}`))
+		msg.Metadata.Set(outbox.DefaultKeyMetadata, orderID)
+		return publisher.Publish("orders", msg)
+	})
+}
+
+func shipOrder(ctx context.Context, db *sql.DB, publisher message.Publisher, orderID string) error {
+	tx, err := db.BeginTx(ctx, nil)
+	if err != nil {
+		return err
+	}
+	defer tx.Rollback() // nothing after Commit
+	if _, err := tx.ExecContext(ctx, "UPDATE orders SET status = 'shipped' WHERE id = $1", orderID); err != nil {
+		return err
+	}
+	msg := message.NewMessageWithContext(outbox.ContextWithTx(ctx, tx), watermill.NewUUID(), []byte(`{"status":"shipped"}`))
+	msg.Metadata.Set(outbox.DefaultKeyMetadata, orderID)
+	if err := publisher.Publish("orders", msg); err != nil {
+		return err
+	}
+	return tx.Commit()
+}
+
+type OrderClosed struct{ OrderID string }
+
+func newEventBus(publisher message.Publisher) (*cqrs.EventBus, error) {
+	return cqrs.NewEventBusWithConfig(publisher, cqrs.EventBusConfig{
+		GeneratePublishTopic: func(cqrs.GenerateEventPublishTopicParams) (string, error) { return "orders", nil },
+		OnPublish: func(params cqrs.OnEventSendParams) error {
+			if event, ok := params.Event.(OrderClosed); ok {
+				params.Message.Metadata.Set(outbox.DefaultKeyMetadata, event.OrderID)
+			}
+			return nil
+		},
+		Marshaler: cqrs.JSONMarshaler{},
+	})
+}
+
+func closeOrder(ctx context.Context, pool *pgxpool.Pool, bus *cqrs.EventBus, orderID string) error {
+	return pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		if _, err := tx.Exec(ctx, "UPDATE orders SET status = 'closed' WHERE id = $1", orderID); err != nil {
+			return err
+		}
+		return bus.Publish(outbox.ContextWithTx(ctx, tx), OrderClosed{OrderID: orderID})
+	})
+}
+
+func setUp(ctx context.Context, pool *pgxpool.Pool, logger watermill.LoggerAdapter) (*outbox.Publisher, error) {
+	// Creates the tables, or brings them up to date; many processes may do so at once.
+	if err := schema.Migrate(ctx, pool, schema.Config{}); err != nil {
+		return nil, err
+	}
+	return outbox.NewPublisher(pool, outbox.PublisherConfig{RequireTx: true}, logger)
+}
+
+func consume(ctx context.Context, pool *pgxpool.Pool, handle message.NoPublishHandlerFunc, logger watermill.LoggerAdapter) error {
+	consumer, err := outbox.NewConsumer(pool.Config(), outbox.ConsumerConfig{}, logger)
+	if err != nil {
+		return err
+	}
+	defer consumer.Close() // after the Router
+
+	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{ConsumerGroup: "invoices"}, logger)
+	if err != nil {
+		return err
+	}
+	router := message.NewDefaultRouter(logger)
+	router.AddConsumerHandler("invoices", "orders", subscriber, handle)
+	return router.Run(ctx) // until ctx ends
+}
+
+func TestREADMEWorks(t *testing.T) {
+	t.Parallel()
+
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	pool := pgtest.Pool(t, pgtest.Database(t))
+	publisher, err := setUp(ctx, pool, nil)
+	require.NoError(t, err)
+	defer publisher.Close()
+	_, err = pool.Exec(ctx, "CREATE TABLE orders (id text PRIMARY KEY, status text); INSERT INTO orders VALUES ('42', 'new')")
+	require.NoError(t, err)
+
+	require.NoError(t, payOrder(ctx, pool, publisher, "42"))
+	db := stdlib.OpenDBFromPool(pool)
+	defer db.Close()
+	require.NoError(t, shipOrder(ctx, db, publisher, "42"))
+	bus, err := newEventBus(publisher)
+	require.NoError(t, err)
+	require.NoError(t, closeOrder(ctx, pool, bus, "42"))
+
+	var received []string
+	err = consume(ctx, pool, func(msg *message.Message) error {
+		delivery, _ := outbox.DeliveryFromCtx(msg.Context())
+		received = append(received, fmt.Sprintf("%s %s", delivery.OrderingKey, msg.Payload))
+		if len(received) == 3 {
+			cancel()
+		}
+		return nil
+	}, nil)
+	require.NoError(t, err)
+	require.Equal(t, []string{`42 {"status":"paid"}`, `42 {"status":"shipped"}`, `42 {"OrderID":"42"}`}, received)
+}
+
+func TestREADMEShowsThisCode(t *testing.T) {
+	t.Parallel()
+
+	source, err := os.ReadFile("readme_test.go")
+	require.NoError(t, err)
+	readme, err := os.ReadFile("../README.md")
+	require.NoError(t, err)
+	blocks := strings.Split(string(readme), "```go\n")[1:]
+	require.NotEmpty(t, blocks)
+	for _, block := range blocks {
+		code, _, closed := strings.Cut(block, "```")
+		require.True(t, closed)
+		require.Contains(t, unindent(string(source)), unindent(code))
+	}
+}
+
+// unindent takes the indentation from each line.
+func unindent(code string) string {
+	lines := strings.Split(code, "\n")
+	for i, line := range lines {
+		lines[i] = strings.TrimLeft(line, "\t")
+	}
+	return strings.Join(lines, "\n")
+}
