@@ -10,9 +10,11 @@ import (
 // Delivery is what is known of a message beside its content. It is in the
 // message's context, not in its metadata, which would travel on to brokers.
 type Delivery struct {
-	// ID and Era together identify the stored message for ever; a broker may
-	// use them to recognise a repeated delivery, which UUIDs do not allow.
-	// IDs of one key ascend in the order of delivery, with gaps.
+	// ID and Era together identify the stored message among all that are; a
+	// handler may use them to recognise a repeated delivery, which UUIDs do
+	// not allow, since they may repeat. Only a server that lost commits, in a
+	// failover to a standby that lagged or a crash with synchronous_commit
+	// off, issues the id of a lost message again.
 	ID  int64
 	Era int64
 	// OrderingKey is the key it was published with, "" if none.

@@ -16,21 +16,21 @@ import (
 // model is what is promised, in its shortest form: each committed row once, and
 // a row that was published after another had been committed comes after it.
 type model struct {
-	clock              int         // counts inserts and commits
-	inserted, commited map[int]int // by row: when
+	clock               int         // counts inserts and commits
+	inserted, committed map[int]int // by row: when
 }
 
 func (m *model) check(t *testing.T, delivered []int) {
 	place := map[int]int{}
 	for i, row := range delivered {
 		require.NotContains(t, place, row, "row %d came twice", row)
-		require.Contains(t, m.commited, row, "row %d was never committed", row)
+		require.Contains(t, m.committed, row, "row %d was never committed", row)
 		place[row] = i
 	}
-	require.Len(t, place, len(m.commited), "rows lost")
-	for a := range m.commited {
-		for b := range m.commited {
-			if m.commited[a] < m.inserted[b] {
+	require.Len(t, place, len(m.committed), "rows lost")
+	for a := range m.committed {
+		for b := range m.committed {
+			if m.committed[a] < m.inserted[b] {
 				require.Less(t, place[a], place[b], "row %d committed before row %d was published, and came after it", a, b)
 			}
 		}
@@ -60,7 +60,7 @@ func TestWindowsAgainstModel(t *testing.T) {
 			r := &modelRun{
 				t: t, f: f, store: store, random: rand.New(rand.NewPCG(uint64(seed), 7)),
 				reader: window.Reader{Queries: window.NewQueries(oddSchema), Topic: fmt.Sprint("topic ", seed), Group: "group"},
-				model:  model{inserted: map[int]int{}, commited: map[int]int{}},
+				model:  model{inserted: map[int]int{}, committed: map[int]int{}},
 			}
 			config := f.pool.Config()
 			config.MaxConns = 8
@@ -169,7 +169,7 @@ func (r *modelRun) end(i int, commit bool) {
 	require.NoError(r.t, o.tx.Commit(r.t.Context()))
 	r.model.clock++
 	for _, row := range o.rows {
-		r.model.commited[row] = r.model.clock
+		r.model.committed[row] = r.model.clock
 	}
 }
 
