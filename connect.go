@@ -2,9 +2,9 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
-	"sync"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -47,7 +47,24 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 		params["application_name"] = "watermill-outbox"
 	}
 	pool.ConnConfig.RuntimeParams = params
+	if pool.ConnConfig.ValidateConnect == nil {
+		// A host that became a standby, or one of several, is no use.
+		pool.ConnConfig.ValidateConnect = pgconn.ValidateConnectTargetSessionAttrsReadWrite
+	}
 	return pool
+}
+
+// failed is told of the statements that failed: a pool keeps a connection that
+// answers, even when the server at its other end is no longer the right one.
+func (c *Consumer) failed(err error) {
+	switch sqlState(err) {
+	case stateReadOnly, stateFeature: // the latter is how a standby refuses unlogged tables
+		c.pool.Reset()
+	case "":
+		if !errors.Is(err, context.Canceled) {
+			c.pool.Reset() // no answer, or another life of the server
+		}
+	}
 }
 
 // consumerText asks for what a consumer needs beyond the right tables.
@@ -100,37 +117,62 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 	return schema.Errors(differences)
 }
 
-// reservedConn is one connection outside every pool, opened when it is first
-// needed and again after a failure. It has one user, the goroutine that renews
-// the lease; close may come from elsewhere.
+// reservedConn is one connection outside every pool, made as the pool makes its
+// own, opened when it is first needed and again after a failure. It has one
+// user, the goroutine that renews the lease; close comes when that has ended.
 type reservedConn struct {
-	config *pgx.ConnConfig
+	config *pgxpool.Config
 
-	mu   sync.Mutex
 	conn *pgx.Conn
+	// last is the answer of the statement before: what went wrong with it.
+	last pgx.Rows
 }
 
-// Exec runs one statement.
-func (r *reservedConn) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+// Query runs one statement, whose rows are read before the next.
+func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	if r.last != nil && r.last.Err() != nil {
+		r.close() // it may lead to a server that is no longer the right one
+	}
 	if r.conn == nil || r.conn.IsClosed() {
-		conn, err := pgx.ConnectConfig(ctx, r.config.Copy())
+		conn, err := r.connect(ctx)
 		if err != nil {
-			return pgconn.CommandTag{}, err
+			return nil, err
 		}
 		r.conn = conn
 	}
-	tag, err := r.conn.Exec(ctx, sql, args...)
+	rows, err := r.conn.Query(ctx, sql, args...)
 	if err != nil {
-		// It may belong to a server that is no longer the right one.
-		r.drop()
+		r.close()
+		return nil, err
 	}
-	return tag, err
+	r.last = rows
+	return rows, nil
 }
 
-// drop closes the connection. Called with mu held.
-func (r *reservedConn) drop() {
+// connect does what the pool does, hooks included: they may carry a password
+// that changes, or set the session's role.
+func (r *reservedConn) connect(ctx context.Context) (*pgx.Conn, error) {
+	config := r.config.ConnConfig.Copy()
+	if r.config.BeforeConnect != nil {
+		if err := r.config.BeforeConnect(ctx, config); err != nil {
+			return nil, err
+		}
+	}
+	conn, err := pgx.ConnectConfig(ctx, config)
+	if err != nil {
+		return nil, err
+	}
+	if r.config.AfterConnect != nil {
+		if err := r.config.AfterConnect(ctx, conn); err != nil {
+			_ = conn.Close(ctx) // the hook's error is the one to tell
+			return nil, err
+		}
+	}
+	return conn, nil
+}
+
+func (r *reservedConn) close() {
+	r.last = nil
 	if r.conn == nil {
 		return
 	}
@@ -138,10 +180,4 @@ func (r *reservedConn) drop() {
 	defer cancel()
 	_ = r.conn.Close(ctx) // nothing depends on a polite goodbye
 	r.conn = nil
-}
-
-func (r *reservedConn) close() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.drop()
 }

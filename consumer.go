@@ -189,7 +189,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	}
 	c := &Consumer{
 		config: config, logger: logger, pool: pool,
-		beat:        &reservedConn{config: poolConfig.ConnConfig},
+		beat:        &reservedConn{config: poolConfig},
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
 		subscribers: map[*Subscriber]struct{}{},
@@ -197,12 +197,12 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	}
 	c.background, c.stop = context.WithCancel(context.Background())
 	c.watcher = watch.New(pool, watch.Config{
-		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Logger: logger,
+		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
 	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
-		Timeout: config.QueryTimeout, Logger: logger,
+		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
 	return c, nil
 }

@@ -31,8 +31,8 @@ type executor struct {
 	handle any // as the caller gave it, to compare
 	pgx    pgxExecutor
 	std    stdExecutor
-	// inTx: the handle is a transaction, somebody else commits.
-	inTx bool
+	// isTx: the handle is a transaction, somebody else commits.
+	isTx bool
 }
 
 // newExecutor recognises the kind of handle by its methods, so that types which
@@ -45,22 +45,32 @@ func newExecutor(handle any) (executor, error) {
 	switch db := handle.(type) {
 	case pgxExecutor:
 		e.pgx = db
-		switch db := handle.(type) {
-		case pgx.Tx:
-			e.inTx = true
-		case interface{ PgConn() *pgconn.PgConn }: // *pgx.Conn, perhaps after BEGIN
-			e.inTx = db.PgConn().TxStatus() != 'I'
-		}
+		_, e.isTx = handle.(pgx.Tx)
 	case stdExecutor:
 		e.std = db
-		_, e.inTx = handle.(interface {
+		_, e.isTx = handle.(interface {
 			Commit() error
 			Rollback() error
 		})
 	default:
-		return executor{}, fmt.Errorf("%w: %T; give a *pgxpool.Pool, *pgx.Conn, pgx.Tx, *sql.DB, *sql.Conn or *sql.Tx", ErrUnsupportedExecutor, handle)
+		return executor{}, fmt.Errorf("%w: %T; give a *pgxpool.Pool, *pgxpool.Conn, *pgx.Conn, pgx.Tx, *sql.DB, *sql.Conn or *sql.Tx", ErrUnsupportedExecutor, handle)
 	}
 	return e, nil
+}
+
+// inTx reports whether what is written now waits for somebody's commit. A
+// connection may be after BEGIN or not, which changes while it is in use, so
+// the answer is not to be kept.
+func (e executor) inTx() bool {
+	switch db := e.handle.(type) {
+	case interface{ PgConn() *pgconn.PgConn }: // *pgx.Conn
+		return db.PgConn().TxStatus() != 'I'
+	case pgx.Tx: // has a Conn method, too
+		return true
+	case interface{ Conn() *pgx.Conn }: // *pgxpool.Conn
+		return db.Conn().PgConn().TxStatus() != 'I'
+	}
+	return e.isTx
 }
 
 // isNil sees a nil pointer inside the interface, too.
@@ -85,8 +95,9 @@ func (e executor) row() (schema.RowFunc, bool) {
 }
 
 // same reports whether two handles are the same. Handles are pointers or
-// structs around one; what cannot be compared is not the same.
-func (e executor) same(other executor) bool {
-	a, b := reflect.TypeOf(e.handle), reflect.TypeOf(other.handle)
-	return a == b && a.Comparable() && e.handle == other.handle
-}
+// structs around one.
+func (e executor) same(other executor) bool { return equal(e.handle, other.handle) }
+
+// equal is a == b for values of any type: what cannot be compared is not the
+// same, where == would panic.
+func equal(a, b any) bool { return reflect.ValueOf(a).Comparable() && a == b }

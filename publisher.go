@@ -35,7 +35,8 @@ type PublisherConfig struct {
 	Schema string
 
 	// RequireTx makes Publish fail with ErrNoTransaction unless a transaction
-	// comes with the message's context or was given to NewPublisher. Without
+	// comes with the message's context or was given to NewPublisher; a
+	// connection of pgx's counts as one while it is in a transaction. Without
 	// it, a message that comes without one is written through the handle
 	// given to NewPublisher, in a transaction of its own: fine for messages
 	// that announce no change of data, a lost guarantee for others. Set it in
@@ -100,19 +101,22 @@ type Publisher struct {
 	base executor
 	now  func() time.Time
 
-	// mu guards closed; a running Publish holds it for reading, so that Close
-	// waits for it.
-	mu     sync.RWMutex
-	closed bool
+	// mu guards closed, and the step from it to running: Publish is counted
+	// before Close waits, or refused. It is not held for longer, since calls
+	// that waited for it behind Close could hold the connections that the calls
+	// before it need.
+	mu      sync.Mutex
+	closed  bool
+	running sync.WaitGroup
 }
 
 var _ message.Publisher = (*Publisher)(nil)
 
 // NewPublisher returns a Publisher that writes through db: a *pgxpool.Pool, a
-// *pgx.Conn, a pgx.Tx, an *sql.DB, an *sql.Conn or an *sql.Tx (database/sql
-// with pgx's stdlib or lib/pq). A transaction in a message's context takes
-// precedence over a pool. db may be nil with RequireTx; then every transaction
-// comes from a context.
+// *pgxpool.Conn, a *pgx.Conn, a pgx.Tx, an *sql.DB, an *sql.Conn or an *sql.Tx
+// (database/sql with pgx's stdlib or lib/pq). A transaction in a message's
+// context takes precedence over a pool or a connection. db may be nil with
+// RequireTx; then every transaction comes from a context.
 //
 // The handle stays the caller's: it is neither closed nor committed. No DDL is
 // ever run. If db is a pool, the tables are looked for at once, for at most
@@ -166,23 +170,26 @@ func isPool(handle any) bool {
 
 // publisherText asks for all that a publisher needs.
 const publisherText = `
-SELECT has_column_privilege(c.oid, 'payload', 'INSERT'), pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, current_user::text
-FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = $1::text AND c.relname = 'messages'`
+SELECT c.oid IS NOT NULL, coalesce(has_column_privilege(c.oid, 'payload', 'INSERT'), false),
+       pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, current_user::text
+FROM pg_catalog.pg_namespace n LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = 'messages'
+WHERE n.nspname = $1::text`
 
 func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) error {
 	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
 		return err
 	}
-	var insert, readOnly bool
+	var exists, insert, readOnly bool
 	var role string
-	if err := row(ctx, publisherText, []any{schemaName}, &insert, &readOnly, &role); err != nil {
+	if err := row(ctx, publisherText, []any{schemaName}, &exists, &insert, &readOnly, &role); err != nil {
 		return fmt.Errorf("schema %q: look for table messages: %w", schemaName, err)
 	}
-	if readOnly {
+	switch {
+	case !exists:
+		return fmt.Errorf("table messages in schema %q does not exist: %w", schemaName, ErrNotInstalled)
+	case readOnly:
 		return ErrReadOnly
-	}
-	if !insert {
+	case !insert:
 		return fmt.Errorf("schema %q: role %q lacks INSERT on table messages: run the script printed by schema.Grants", schemaName, role)
 	}
 	return nil
@@ -204,11 +211,10 @@ func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) 
 // Messages are not changed, and not kept after the call. Without messages it
 // does nothing.
 func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
-	p.mu.RLock()
-	defer p.mu.RUnlock()
-	if p.closed {
+	if !p.begin() {
 		return ErrPublisherClosed
 	}
+	defer p.running.Done()
 	if len(messages) == 0 {
 		return nil
 	}
@@ -234,22 +240,33 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	if err := p.text.insert(ctx, db, topic, records); err != nil {
 		return fmt.Errorf("outbox: publish %d messages to topic %q: %w", len(messages), topic, explain(err, p.config.Schema))
 	}
+	if _, silent := p.logger.(watermill.NopLogger); silent {
+		return nil // spares building the fields
+	}
 	for _, msg := range messages {
 		p.logger.Trace("Message written to the outbox", watermill.LogFields{"topic": topic, "message_uuid": msg.UUID})
 	}
 	return nil
 }
 
+// begin counts a call as running unless the Publisher is closed.
+func (p *Publisher) begin() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.closed {
+		p.running.Add(1)
+	}
+	return !p.closed
+}
+
 // executorFor returns the one handle all messages agree on.
 func (p *Publisher) executorFor(messages []*message.Message) (executor, error) {
 	var chosen executor
-	var last context.Context
 	for i, msg := range messages {
 		ctx := msg.Context()
-		if i > 0 && ctx == last {
+		if i > 0 && equal(ctx, messages[i-1].Context()) {
 			continue // nearly always one context for all
 		}
-		last = ctx
 		db, err := p.executorFrom(ctx)
 		if err != nil {
 			return executor{}, fmt.Errorf("message %d (uuid %.200q): %w", i, msg.UUID, err)
@@ -268,39 +285,30 @@ func (p *Publisher) executorFrom(ctx context.Context) (executor, error) {
 		tx, ok = p.config.TxResolver(ctx)
 	}
 	if !ok {
-		db := p.base
-		if db.handle != nil && p.config.RequireTx && !db.inTx {
-			// A connection may have begun a transaction since.
-			fresh, err := newExecutor(db.handle)
-			if err != nil {
-				return executor{}, err
-			}
-			db = fresh
-		}
-		if db.handle == nil || (p.config.RequireTx && !db.inTx) {
+		if p.config.RequireTx && !p.base.inTx() {
 			return executor{}, fmt.Errorf("%w: RequireTx is set and the message's context carries none, see ContextWithTx", ErrNoTransaction)
 		}
-		return db, nil
+		return p.base, nil
 	}
 	db, err := newExecutor(tx)
 	if err != nil {
 		return executor{}, fmt.Errorf("transaction in the message's context: %w", err)
 	}
-	if !db.inTx {
+	if !db.inTx() {
 		return executor{}, fmt.Errorf("%w: the message's context carries a %T, which is no transaction", ErrUnsupportedExecutor, tx)
 	}
-	if p.base.inTx && !db.same(p.base) {
+	if p.base.isTx && !db.same(p.base) {
 		return executor{}, fmt.Errorf("%w: the publisher was made for another transaction", ErrMixedExecutors)
 	}
 	return db, nil
 }
 
-// Close waits for running Publish calls and makes later ones fail with
-// ErrPublisherClosed. It may be called more than once. The database handle
-// stays open.
+// Close makes later Publish calls fail with ErrPublisherClosed and waits for the
+// running ones. It may be called more than once. The database handle stays open.
 func (p *Publisher) Close() error {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.closed = true
+	p.mu.Unlock()
+	p.running.Wait()
 	return nil
 }

@@ -196,6 +196,7 @@ func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
 	defer cancel()
+	defer context.AfterFunc(s.stopping, cancel)()
 	if err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.StartFrom == StartLatest); err != nil {
 		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
 	}

@@ -18,6 +18,9 @@ import (
 
 var errNewLife = errors.New("the server began another life (a crash, a failover), positions are read again")
 
+// maxQueryTimeout is how far the time limit of a page grows that ran into it.
+const maxQueryTimeout = time.Hour
+
 // subscription is one channel of a Subscriber: it takes the lease, delivers
 // while it lasts, and takes it again.
 type subscription struct {
@@ -38,7 +41,8 @@ func (s *subscription) run(stop context.Context) {
 		}
 		s.logger.Debug("Topic taken", nil)
 		s.deliver(stop, held)
-		if cause := context.Cause(held.Context()); errors.Is(cause, lease.ErrLost) {
+		cause := context.Cause(held.Context())
+		if errors.Is(cause, lease.ErrLost) {
 			s.logger.Info("Topic lost: "+cause.Error(), nil)
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), min(s.consumer.config.QueryTimeout, releaseTimeout))
@@ -46,6 +50,26 @@ func (s *subscription) run(stop context.Context) {
 			s.logger.Error("Cannot store the last position; some messages may be delivered again", err, nil)
 		}
 		cancel()
+		if errors.Is(cause, lease.ErrLost) {
+			s.recreate(stop, held)
+		}
+	}
+}
+
+// recreate makes the cursor again if a life of the server ended that had it and
+// the next one has not: its creation is among what was lost in a failover to a
+// standby that lagged. In the same life it was removed by somebody, and stays
+// so. A group that started at the latest begins at the earliest then: where it
+// was is unknown, and to begin later could lose messages.
+func (s *subscription) recreate(stop context.Context, held *lease.Lease) {
+	ctx, cancel := context.WithTimeout(stop, s.consumer.config.QueryTimeout)
+	defer cancel()
+	now, err := s.consumer.queries.Now(ctx, s.consumer.pool)
+	if err == nil && now.Life != held.Life {
+		err = s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, false)
+	}
+	if err != nil && stop.Err() == nil {
+		s.logger.Error("Cannot see whether the cursor outlived the server", err, nil)
 	}
 }
 
@@ -85,7 +109,7 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 		Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
 	}
 	retry := backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
-	failures := 0
+	failures, limit := 0, s.consumer.config.QueryTimeout
 	pos, holes := held.Start.Position, held.Start.Holes
 	seen := registration.Generation()
 	for ctx.Err() == nil {
@@ -97,7 +121,7 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 		var page window.Page
 		var rest []window.Hole
 		var err error
-		query, cancel := context.WithTimeout(ctx, s.consumer.config.QueryTimeout)
+		query, cancel := context.WithTimeout(ctx, limit)
 		if len(holes) > 0 {
 			page, rest, err = reader.Holes(query, s.consumer.pool, holes)
 		} else {
@@ -108,16 +132,25 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 		case ctx.Err() != nil:
 			return
 		case err != nil:
+			if errors.Is(err, window.ErrWentBack) {
+				held.Lose(err)
+				return
+			}
 			failures++
+			if errors.Is(err, context.DeadlineExceeded) {
+				limit = min(2*limit, maxQueryTimeout) // it may just take longer
+			}
 			pause := retry.Delay(failures)
+			s.consumer.failed(err)
 			s.logger.Error("Cannot read messages", explain(err, s.consumer.config.Schema), watermill.LogFields{"failures": failures, "retry_in": pause.String()})
 			backoff.Wait(ctx, pause)
 			continue
 		case page.Life != held.Life:
 			held.Lose(errNewLife)
+			s.consumer.pool.Reset() // it may hold connections to either server
 			return
 		}
-		failures = 0
+		failures, limit = 0, s.consumer.config.QueryTimeout
 		select {
 		case pages <- page:
 		case <-ctx.Done():

@@ -35,7 +35,7 @@ var queries embed.FS
 
 // ErrBadCursor is matched by the error of a cursor whose row cannot be a
 // position: it was edited, or copied from another server.
-var ErrBadCursor = errors.New("cursor row is not a position: delete it to start over, or restore it")
+var ErrBadCursor = errors.New("cursor row is not a position: restore it, or delete it and subscribe again to start over")
 
 // Key names a cursor.
 type Key struct {
@@ -72,22 +72,22 @@ type Write struct {
 	Release bool
 }
 
-// Execer runs one statement.
-type Execer interface {
-	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
+// Querier runs one query.
+type Querier interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
 }
 
 // DB is what the statements run on; each is a transaction of its own.
 type DB interface {
-	Execer
-	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+	Querier
+	Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error)
 }
 
 // Store runs the statements for one schema on behalf of one process. It is safe
 // for concurrent use.
 type Store struct {
-	holder                                        string
-	ensure, claim, save, beat, beats, leave, boot string
+	holder                                                        string
+	ensure, claim, save, beat, beats, leave, boot, sweep, missing string
 }
 
 // NewStore returns the store of the process that calls itself holder, a name
@@ -103,6 +103,7 @@ func NewStore(schemaName, holder string) *Store {
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
 		beat: text("beat"), beats: text("beats"), leave: text("leave"), boot: text("boot"),
+		sweep: text("sweep"), missing: text("missing"),
 	}
 }
 
@@ -143,12 +144,58 @@ func (s *Store) MarkLife(ctx context.Context, db DB) error {
 	return nil
 }
 
-// Beat renews the process's row.
-func (s *Store) Beat(ctx context.Context, db Execer, host string, pid int) error {
-	if _, err := db.Exec(ctx, s.beat, s.holder, host, pid); err != nil {
-		return fmt.Errorf("renew lease: %w", err)
+// Holding is what the table says the process holds, and in which life.
+type Holding struct {
+	Life   window.Life
+	Epochs map[Key]int64
+}
+
+// Beat renews the process's row and returns what the process holds.
+func (s *Store) Beat(ctx context.Context, db Querier, host string, pid int) (Holding, error) {
+	rows, err := db.Query(ctx, s.beat, s.holder, host, pid)
+	if err != nil {
+		return Holding{}, fmt.Errorf("renew lease: %w", err)
+	}
+	holding := Holding{Epochs: map[Key]int64{}}
+	var boot, group, topic *string
+	var shard *int
+	var epoch *int64
+	if _, err := pgx.ForEachRow(rows, []any{&holding.Life.Era, &boot, &group, &topic, &shard, &epoch}, func() error {
+		if boot != nil {
+			holding.Life.Boot = *boot
+		}
+		if group != nil {
+			holding.Epochs[Key{Group: *group, Topic: *topic, Shard: *shard}] = *epoch
+		}
+		return nil
+	}); err != nil {
+		return Holding{}, fmt.Errorf("renew lease: %w", err)
+	}
+	return holding, nil
+}
+
+// Sweep gives up whatever the process holds in the table besides the cursors to
+// keep.
+func (s *Store) Sweep(ctx context.Context, db DB, keep []Key) error {
+	groups, topics, shards := columns(keep)
+	if _, err := db.Exec(ctx, s.sweep, s.holder, groups, topics, shards); err != nil {
+		return fmt.Errorf("give up cursors: %w", err)
 	}
 	return nil
+}
+
+// Missing returns those of the cursors that do not exist.
+func (s *Store) Missing(ctx context.Context, db Querier, wanted []Key) ([]Key, error) {
+	groups, topics, shards := columns(wanted)
+	rows, err := db.Query(ctx, s.missing, groups, topics, shards)
+	if err != nil {
+		return nil, fmt.Errorf("look for cursors: %w", err)
+	}
+	missing, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Key])
+	if err != nil {
+		return nil, fmt.Errorf("look for cursors: %w", err)
+	}
+	return missing, nil
 }
 
 // Beats returns the beats of the other processes that hold any of the cursors.
@@ -305,15 +352,16 @@ func decodeState(state *window.State, p string, c *string, holes, past string) (
 
 // pastEra is window.PastEra as it is stored.
 type pastEra struct {
-	P  string `json:"p"`
-	C  string `json:"c,omitempty"`
-	At int64  `json:"at,omitempty"`
+	P     string `json:"p"`
+	Floor int64  `json:"floor,omitempty"`
+	C     string `json:"c,omitempty"`
+	At    int64  `json:"at,omitempty"`
 }
 
 func encodePast(past map[int64]window.PastEra) map[string]pastEra {
 	stored := make(map[string]pastEra, len(past))
 	for era, known := range past {
-		e := pastEra{P: known.P.String(), At: known.At}
+		e := pastEra{P: known.P.String(), Floor: known.Floor, At: known.At}
 		if !known.C.Empty() {
 			e.C = known.C.String()
 		}
@@ -329,7 +377,7 @@ func decodePast(stored map[string]pastEra) (map[int64]window.PastEra, error) {
 		if err != nil {
 			return nil, fmt.Errorf("era %.50q is not a number", text)
 		}
-		known := window.PastEra{At: e.At}
+		known := window.PastEra{Floor: e.Floor, At: e.At}
 		if known.P, err = window.ParseSnapshot(e.P); err != nil {
 			return nil, err
 		}

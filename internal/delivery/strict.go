@@ -1,7 +1,9 @@
 package delivery
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -159,41 +161,56 @@ func (s *Strict) handOut(lease context.Context, msg *message.Message, cancel con
 	case <-s.Stop.Done():
 		return stopped, false
 	}
+	if !s.Valid() {
+		// It waited to be taken for longer than the lease was good.
+		cancel(cmp.Or(context.Cause(lease), errLeaseOver))
+	}
 	select {
 	case <-msg.Acked():
 		return acked, false
 	case <-msg.Nacked():
 		return stopped, true
 	case <-lease.Done():
-		return s.lost(lease, msg, cancel), false
+		cancel(context.Cause(lease))
 	case <-s.Stop.Done():
 	}
+	// The end is near: of the subscription, which gives the handler its grace,
+	// or of the lease, when the ack counts for nothing but the handler is given
+	// time to end, so that the next lease does not hand out the message beside
+	// it.
 	grace := time.NewTimer(s.Grace)
 	defer grace.Stop()
-	select {
-	case <-msg.Acked():
+	for lost := lease.Done(); ; {
+		select {
+		case <-msg.Acked():
+		case <-msg.Nacked():
+			return stopped, false
+		case <-lost:
+			cancel(context.Cause(lease))
+			lost = nil
+			continue
+		case <-grace.C:
+		}
+		break
+	}
+	if isDone(msg.Acked()) && lease.Err() == nil {
 		return acked, false
-	case <-msg.Nacked():
-	case <-grace.C:
+	}
+	if !isDone(msg.Acked()) {
 		s.Logger.Info("A message was neither acked nor nacked in the grace period; it will be delivered again", watermill.LogFields{
 			"message_uuid": msg.UUID, "grace": s.Grace.String(),
 		})
-	case <-lease.Done():
-		return s.lost(lease, msg, cancel), false
 	}
 	return stopped, false
 }
 
-// lost tells the handler and gives it time to end, so that the next lease of
-// this subscription does not hand out the message beside it.
-func (s *Strict) lost(lease context.Context, msg *message.Message, cancel context.CancelCauseFunc) outcome {
-	cancel(context.Cause(lease))
-	grace := time.NewTimer(s.Grace)
-	defer grace.Stop()
+var errLeaseOver = errors.New("the lease ran out before the message was taken from the channel")
+
+func isDone(c <-chan struct{}) bool {
 	select {
-	case <-msg.Acked():
-	case <-msg.Nacked():
-	case <-grace.C:
+	case <-c:
+		return true
+	default:
+		return false
 	}
-	return stopped
 }

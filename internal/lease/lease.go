@@ -8,8 +8,8 @@
 //	expired         the beat could not be renewed in time, so others may take
 //	                the cursor: nothing more is handed out
 //	taken, removed  a write found another epoch or no row
-//	void            the server began another life, as its owner or a write
-//	                noticed: the position in memory means nothing
+//	void            the server began another life, as its owner, the beat or a
+//	                write noticed: the position in memory means nothing
 //
 // All but the first end the lease's context with a cause. The owner stops what
 // it does, releases, which then writes nothing, and asks again.
@@ -52,7 +52,11 @@ type Config struct {
 	IdleCheckpoint time.Duration
 	// Timeout bounds one statement.
 	Timeout time.Duration
-	Logger  watermill.LoggerAdapter
+	// Failed is told of each failed statement but the beat's, and of a beat
+	// that found another server than the leases are of: connections may lead
+	// to the wrong one.
+	Failed func(err error)
+	Logger watermill.LoggerAdapter
 }
 
 // margin is what a holder stops short of the end of its lease, for the time
@@ -67,7 +71,7 @@ type Manager struct {
 	store  *cursor.Store
 	db     cursor.DB
 	// beatDB is a connection of its own, so that a busy pool costs no lease.
-	beatDB cursor.Execer
+	beatDB cursor.Querier
 
 	mu      sync.Mutex
 	held    map[cursor.Key]*Lease
@@ -80,15 +84,17 @@ type Manager struct {
 	// nanoseconds since started: monotonic, and read for each message.
 	validUntil atomic.Int64
 	started    time.Time
-	// gifts are cursors being given back.
-	gifts sync.WaitGroup
+	// dirty: the table may say that the process holds what nobody in it holds
+	// or waits for, so that other processes wait in vain.
+	dirty atomic.Bool
 
 	kick chan struct{} // somebody waits, or a lease became free
 
 	// Of the claiming goroutine: the beats of others, and since when they have
 	// not changed, on this process's monotonic clock.
-	beats     map[string]sighting
-	beatsRead time.Time
+	beats           map[string]sighting
+	beatsRead       time.Time
+	missingReported time.Time
 }
 
 type sighting struct {
@@ -101,7 +107,7 @@ type candidate struct {
 }
 
 // New returns a manager that works through db and renews through beatDB.
-func New(store *cursor.Store, db cursor.DB, beatDB cursor.Execer, config Config) *Manager {
+func New(store *cursor.Store, db cursor.DB, beatDB cursor.Querier, config Config) *Manager {
 	return &Manager{
 		config: config, store: store, db: db, beatDB: beatDB,
 		held: map[cursor.Key]*Lease{}, waiting: map[cursor.Key][]*candidate{},
@@ -119,6 +125,7 @@ type Lease struct {
 
 	manager *Manager
 	epoch   int64
+	granted time.Time
 	ctx     context.Context //nolint:containedctx // is the lease's own end, not a caller's context
 	lose    context.CancelCauseFunc
 
@@ -174,6 +181,9 @@ func (m *Manager) Acquire(ctx context.Context, key cursor.Key) (*Lease, error) {
 	case lease := <-c.granted: // granted in the meantime
 		return lease, nil
 	default:
+		// It may have been claimed, and waits to be granted.
+		m.dirty.Store(true)
+		m.nudge()
 		return nil, context.Cause(ctx)
 	}
 }
@@ -206,15 +216,24 @@ func (m *Manager) renew(ctx context.Context) {
 	failures := 0
 	for ctx.Err() == nil {
 		sent := time.Now()
-		beatCtx, cancel := context.WithTimeout(ctx, every)
-		err := m.store.Beat(beatCtx, m.beatDB, host, os.Getpid())
+		// A beat that hangs must not outlast the leases it should renew.
+		limit := every
+		if left := m.left(); left > 0 {
+			limit = min(every, left)
+		}
+		beatCtx, cancel := context.WithTimeout(ctx, limit)
+		holding, err := m.store.Beat(beatCtx, m.beatDB, host, os.Getpid())
 		cancel()
+		if m.left() <= 0 {
+			m.expire() // even if it was renewed, which is too late
+		}
 		pause := every
 		switch {
 		case ctx.Err() != nil:
 			return
 		case err == nil:
 			failures = 0
+			m.compare(holding, sent)
 			m.validUntil.Store(int64(sent.Sub(m.started) + m.config.Duration - m.config.margin()))
 			m.nudge()
 		default:
@@ -222,12 +241,33 @@ func (m *Manager) renew(ctx context.Context) {
 			pause = retry.Delay(failures)
 			m.config.Logger.Error("Cannot renew the lease of this process", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
 		}
-		if left := m.left(); left <= 0 {
-			m.expire()
-		} else if pause > left {
-			pause = left // look again when the time is up
+		if left := m.left(); left > 0 {
+			pause = min(pause, left) // look again when the time is up
 		}
 		backoff.Wait(ctx, pause)
+	}
+}
+
+// compare ends the leases that the table no longer grants: their cursor was
+// taken while the process was paused, by an operator, or removed, or the server
+// is not the one they were granted by. Leases granted since the beat was sent
+// may be missing from its answer.
+func (m *Manager) compare(holding cursor.Holding, sent time.Time) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for key, lease := range m.held {
+		if !lease.granted.Before(sent) {
+			continue
+		}
+		epoch, held := holding.Epochs[key]
+		switch {
+		case holding.Life != lease.Life:
+			err := fmt.Errorf("%s: the server began another life", key)
+			lease.Lose(err)
+			m.config.Failed(err)
+		case !held || epoch != lease.epoch:
+			lease.Lose(fmt.Errorf("%s: another process took the cursor, or it was removed", key))
+		}
 	}
 }
 
@@ -256,6 +296,9 @@ func (m *Manager) claimLoop(ctx context.Context) {
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		waiting, err := m.Claim(ctx)
+		if err == nil {
+			err = m.sweep(ctx)
+		}
 		pause := time.Duration(0) // until somebody waits
 		switch {
 		case ctx.Err() != nil:
@@ -263,6 +306,7 @@ func (m *Manager) claimLoop(ctx context.Context) {
 		case err != nil:
 			failures++
 			pause = retry.Delay(failures)
+			m.config.Failed(err)
 			m.config.Logger.Error("Cannot look for free cursors", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
 			backoff.Wait(ctx, pause) // a nudge does not shorten this one
 			continue
@@ -311,11 +355,13 @@ func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
 	}
 	held, err := m.store.Claim(ctx, m.db, wanted, dead)
 	if err != nil {
+		m.dirty.Store(true) // the answer may be lost, and not the claim
 		return true, err
 	}
 	marked := false
 	for _, h := range held {
 		if h.Life.Boot == "" {
+			m.dirty.Store(true)
 			if !marked {
 				if err := m.store.MarkLife(ctx, m.db); err != nil {
 					return true, err
@@ -325,6 +371,7 @@ func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
 			continue // taken again with the next look, now in a life with a name
 		}
 		if h.Err != nil {
+			m.dirty.Store(true)
 			m.config.Logger.Error("Cannot use a stored position; its topic is not delivered to its group", h.Err, watermill.LogFields{
 				"consumer_group": h.Key.Group, "topic": h.Key.Topic,
 			})
@@ -368,6 +415,9 @@ func (m *Manager) readBeats(ctx context.Context, wanted []cursor.Key) error {
 	}
 	now := time.Now()
 	m.beatsRead = now
+	if err := m.reportMissing(ctx, wanted, now); err != nil {
+		return err
+	}
 	for holder, beat := range beats {
 		if seen, ok := m.beats[holder]; !ok || seen.beat != beat {
 			m.beats[holder] = sighting{beat: beat, since: now}
@@ -381,6 +431,23 @@ func (m *Manager) readBeats(ctx context.Context, wanted []cursor.Key) error {
 	return nil
 }
 
+// reportMissing says which cursors are waited for in vain, once a minute.
+func (m *Manager) reportMissing(ctx context.Context, wanted []cursor.Key, now time.Time) error {
+	if now.Sub(m.missingReported) < time.Minute {
+		return nil
+	}
+	missing, err := m.store.Missing(ctx, m.db, wanted)
+	if err != nil {
+		return err
+	}
+	for _, key := range missing {
+		m.missingReported = now
+		m.config.Logger.Error("A cursor row is gone; its topic is not delivered to its group until somebody subscribes again",
+			fmt.Errorf("%s has no row in cursors", key), watermill.LogFields{"consumer_group": key.Group, "topic": key.Topic})
+	}
+	return nil
+}
+
 // grant hands a taken cursor to the one who has waited longest. If nobody does
 // any more, it is given back.
 func (m *Manager) grant(h cursor.Held) {
@@ -388,7 +455,7 @@ func (m *Manager) grant(h cursor.Held) {
 	defer m.mu.Unlock()
 	waiting := m.waiting[h.Key]
 	if len(waiting) == 0 || m.closed {
-		m.gifts.Go(func() { m.giveBack(h) })
+		m.dirty.Store(true)
 		return
 	}
 	delete(m.bad, h.Key)
@@ -398,22 +465,37 @@ func (m *Manager) grant(h cursor.Held) {
 		m.waiting[h.Key] = waiting[1:]
 	}
 	ctx, lose := context.WithCancelCause(context.Background())
-	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, manager: m, epoch: h.Epoch, ctx: ctx, lose: lose, savedAt: time.Now()}
+	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, manager: m, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, savedAt: time.Now()}
 	m.held[h.Key] = lease
 	waiting[0].granted <- lease
 }
 
-// giveBack releases a cursor that was taken for nobody, so that other processes
-// need not wait for this one to end.
-func (m *Manager) giveBack(h cursor.Held) {
-	ctx, cancel := context.WithTimeout(context.Background(), m.config.Timeout)
-	defer cancel()
-	_, err := m.store.Save(ctx, m.db, []cursor.Write{{Key: h.Key, Epoch: h.Epoch, State: h.State, Life: h.Life, Release: true}})
-	if err != nil {
-		m.config.Logger.Error("Cannot give back an unwanted cursor; it is free when this process ends", err, watermill.LogFields{
-			"consumer_group": h.Key.Group, "topic": h.Key.Topic,
-		})
+// sweep gives up what the table says the process holds and nobody in it holds or
+// waits for: after a release that failed, a claim whose answer was lost, a lease
+// that was lost and not taken again. It runs in the goroutine that claims, so
+// that nothing is claimed and not yet granted meanwhile.
+func (m *Manager) sweep(ctx context.Context) error {
+	if !m.dirty.Swap(false) {
+		return nil
 	}
+	m.mu.Lock()
+	var keep []cursor.Key
+	for key := range m.held {
+		keep = append(keep, key)
+	}
+	for key := range m.waiting {
+		if m.held[key] == nil && m.bad[key].IsZero() {
+			keep = append(keep, key)
+		}
+	}
+	m.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, m.config.Timeout)
+	defer cancel()
+	if err := m.store.Sweep(ctx, m.db, keep); err != nil {
+		m.dirty.Store(true)
+		return err
+	}
+	return nil
 }
 
 func (m *Manager) checkpointLoop(ctx context.Context) {
@@ -428,6 +510,7 @@ func (m *Manager) checkpointLoop(ctx context.Context) {
 		}
 		if err := m.Checkpoint(ctx); err != nil && ctx.Err() == nil {
 			failures++
+			m.config.Failed(err)
 			if failures == 1 || failures%20 == 0 {
 				m.config.Logger.Error("Cannot store positions; messages may be delivered again after a crash", err, watermill.LogFields{"failures": failures})
 			}
@@ -500,11 +583,12 @@ func (l *Lease) Lose(cause error) { l.lose(fmt.Errorf("%w: %w", ErrLost, cause))
 
 // Release writes the last position and gives the cursor up, in one statement; a
 // lease that was lost is only forgotten. It is over in any case: an error says
-// that the write failed, so that some messages may come again and others wait
-// for the lease to run out.
+// that the write failed, so that some messages may come again; the cursor is
+// given up without a position as soon as the database answers.
 func (l *Lease) Release(ctx context.Context) error {
 	defer l.manager.forget(l)
 	if l.ctx.Err() != nil {
+		l.manager.dirty.Store(true)
 		return nil
 	}
 	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
@@ -516,9 +600,11 @@ func (l *Lease) Release(ctx context.Context) error {
 	l.mu.Unlock()
 	saved, err := l.manager.store.Save(ctx, l.manager.db, []cursor.Write{write})
 	if err != nil {
+		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w", l.Key, err)
 	}
 	if !saved[l.Key] {
+		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w: it is no longer ours", l.Key, ErrLost)
 	}
 	return nil
@@ -539,6 +625,5 @@ func (m *Manager) Close(ctx context.Context) error {
 	m.mu.Lock()
 	m.closed = true
 	m.mu.Unlock()
-	m.gifts.Wait()
 	return m.store.Leave(ctx, m.db)
 }

@@ -37,7 +37,9 @@ type Config struct {
 	Interval time.Duration
 	// Timeout bounds one look.
 	Timeout time.Duration
-	Logger  watermill.LoggerAdapter
+	// Failed is told of each look that failed.
+	Failed func(err error)
+	Logger watermill.LoggerAdapter
 }
 
 // Watcher looks for news in the log. Run does the looking, in one goroutine.
@@ -142,6 +144,7 @@ func (w *Watcher) Run(ctx context.Context) {
 		case err != nil:
 			failures++
 			pause = retry.Delay(failures)
+			w.config.Failed(err)
 			w.config.Logger.Error("Cannot look for new messages; subscribers look by themselves", err, watermill.LogFields{
 				"failures": failures, "retry_in": pause.String(),
 			})
@@ -194,7 +197,7 @@ func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
 		w.wakeAll()
 		return true, true, err
 	}
-	if before == nil || before.Life != now.Life {
+	if before == nil || before.Life != now.Life || !now.Snapshot.Covers(before.Snapshot) {
 		found = names // nothing is known of what came before this look
 	}
 	for _, name := range names {

@@ -46,7 +46,8 @@ type Position struct {
 
 // PastEra is where a position was when its cluster was left.
 type PastEra struct {
-	P Snapshot
+	P     Snapshot
+	Floor int64
 	// C, if not empty, is the window that was open; of it, the rows up to At
 	// were handed out.
 	C  Snapshot
@@ -104,9 +105,12 @@ func (p Position) enterEra(era int64) Position {
 		past[e] = known
 	}
 	if p.Step != Past || !p.P.Empty() {
-		known := PastEra{P: p.P}
-		if p.Step == Late || p.Step == Main {
+		known := PastEra{P: p.P, Floor: p.Floor}
+		switch p.Step {
+		case Late:
 			known.C, known.At = p.C, p.At
+		case Main: // all late rows are out
+			known.C, known.At = p.C, max(p.At, p.Floor)
 		}
 		past[p.Era] = known
 	}
@@ -114,8 +118,7 @@ func (p Position) enterEra(era int64) Position {
 	next := Earliest(era)
 	if known, ok := p.Past[era]; ok {
 		// Back on a cluster that was left before: its transaction ids go on.
-		// Without a floor everything P does not see counts as a main row.
-		next.P = known.P
+		next.P, next.Floor = known.P, known.Floor
 	}
 	next.Past = past
 	return next

@@ -35,6 +35,11 @@ func NewQueries(name string) *Queries {
 	}
 }
 
+// ErrWentBack says that the server has not done yet what the position says was
+// handed out: its data folder was replaced by an older copy. The position in
+// memory means nothing, the one in the cursor is as old as the server.
+var ErrWentBack = errors.New("the server is older than the position")
+
 // Querier runs one query, each in a transaction of its own.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
@@ -114,13 +119,16 @@ func (r Reader) Next(ctx context.Context, db Querier, pos Position) (Page, error
 }
 
 func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
-	head, page, err := r.read(ctx, db, pos, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes)
+	head, page, err := r.read(ctx, db, pos, openPage, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
 	c, err := ParseSnapshot(head.snapshot)
 	if err != nil {
 		return Page{}, err
+	}
+	if !c.Covers(pos.P) {
+		return Page{}, fmt.Errorf("%w: position %q, server %q", ErrWentBack, pos.P, c)
 	}
 	window := pos
 	window.C, window.Top, window.At, window.lateXids = c, head.top, 0, head.lateXids
@@ -137,7 +145,7 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 }
 
 func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
-	head, page, err := r.read(ctx, db, pos, r.Queries.main, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes,
+	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.main, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes,
 		max(pos.At, pos.Floor), pos.Top, pos.P.String(), pos.C.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
@@ -152,28 +160,25 @@ func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error
 }
 
 func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error) {
+	var found Life
 	if pos.lateXids == nil {
-		var life Life
-		var boot *string
-		rows, err := db.Query(ctx, r.Queries.lateXids, r.Topic, pos.P.String(), pos.C.String(), pos.Floor)
-		if err != nil {
-			return Page{}, err
-		}
-		xids, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (xids []string, err error) {
-			err = row.Scan(&life.Era, &boot, &xids)
-			return xids, err
-		})
+		life, xids, err := r.findLate(ctx, db, pos)
 		if err != nil {
 			return Page{}, err
 		}
 		if life.Era != pos.Era {
 			return Page{Life: life, End: pos.enterEra(life.Era), More: true}, nil
 		}
+		found = life
 		pos.lateXids = xids
 	}
-	head, page, err := r.read(ctx, db, pos, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids)
+	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
+	}
+	if found != (Life{}) && found != page.Life {
+		// The server changed in between; the caller drops a page of another life.
+		return Page{Life: found, End: pos, More: true}, nil
 	}
 	page.More = true
 	if full, last := head.full(r.Limits, len(page.Rows)); full {
@@ -183,6 +188,27 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 	}
 	return page, nil
 }
+
+// findLate returns the transactions with late rows in an open window, and the
+// life they were read in.
+func (r Reader) findLate(ctx context.Context, db Querier, pos Position) (life Life, xids []string, err error) {
+	rows, err := db.Query(ctx, r.Queries.lateXids, r.Topic, pos.P.String(), pos.C.String(), pos.Floor)
+	if err != nil {
+		return Life{}, nil, err
+	}
+	var boot *string
+	xids, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (xids []string, err error) {
+		err = row.Scan(&life.Era, &boot, &xids)
+		return xids, err
+	})
+	if boot != nil {
+		life.Boot = *boot
+	}
+	return life, xids, err
+}
+
+// pastScan is how many rows of other eras one statement looks at.
+const pastScan = 20_000
 
 func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error) {
 	var eras, ats []int64
@@ -194,14 +220,17 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	if pos.At == 0 {
 		after = -1 << 63
 	}
-	head, page, err := r.read(ctx, db, pos, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats)
+	head, page, err := r.read(ctx, db, pos, pastPage, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
 	page.More = true
-	if full, last := head.full(r.Limits, len(page.Rows)); full {
+	switch full, last := head.full(r.Limits, len(page.Rows)); {
+	case full:
 		page.End.At, page.End.AtEra = last.ID, last.Era
-	} else {
+	case head.scanned >= pastScan:
+		page.End.At, page.End.AtEra = head.scannedID, head.scannedEra
+	default:
 		page.End.Step, page.End.At, page.End.AtEra = Idle, 0, 0
 	}
 	return page, nil
@@ -216,7 +245,7 @@ func (r Reader) Holes(ctx context.Context, db Querier, holes []Hole) (page Page,
 	for i, hole := range asked {
 		eras[i], ids[i] = hole.Era, hole.ID
 	}
-	head, page, err := r.read(ctx, db, Position{}, r.Queries.holes, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
+	head, page, err := r.read(ctx, db, Position{}, plainPage, r.Queries.holes, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
 	if err != nil {
 		return Page{}, nil, err
 	}
@@ -288,7 +317,7 @@ var steps = map[int]Step{1: Late, 2: Main, 3: Past, 4: Idle}
 
 // read runs a query that returns a header and rows. If the server belongs to
 // another era than pos, the page has no rows and ends in the new era.
-func (r Reader) read(ctx context.Context, db Querier, pos Position, query string, args ...any) (header, Page, error) {
+func (r Reader) read(ctx context.Context, db Querier, pos Position, kind pageKind, query string, args ...any) (header, Page, error) {
 	rows, err := db.Query(ctx, query, args...)
 	if err != nil {
 		return header{}, Page{}, err
@@ -297,9 +326,8 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, query string
 
 	var head header
 	page := Page{start: pos, End: pos}
-	isOpen := query == r.Queries.open
 	for first := true; rows.Next(); first = false {
-		l, err := scan(rows, isOpen)
+		l, err := scan(rows, kind)
 		if err != nil {
 			return header{}, Page{}, err
 		}

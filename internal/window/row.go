@@ -30,6 +30,15 @@ type Row struct {
 // it was written around the library.
 func (r Row) DecodeMetadata() (map[string]string, error) { return metadata.Decode(r.Metadata) }
 
+// pageKind says which columns follow on the common ones.
+type pageKind int
+
+const (
+	plainPage pageKind = iota
+	openPage
+	pastPage
+)
+
 // line is one row of an answer, the header included.
 type line struct {
 	row Row
@@ -42,6 +51,9 @@ type line struct {
 	snapshot string
 	top      int64
 	lateXids []string
+	// Of past.sql alone: how many rows were looked at, and the last of them.
+	scanned               int64
+	scannedEra, scannedID int64
 }
 
 // pgEpoch is where PostgreSQL's binary times begin.
@@ -49,31 +61,31 @@ var pgEpoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
 
 // scan reads the current line. The answer's columns are those of the queries:
 // step, id, key, uuid, metadata, payload, created_at, attempt, total, era, life,
-// and in open.sql snapshot, top, late transactions.
-func scan(rows pgx.Rows, isOpen bool) (line, error) {
+// and then those of its kind.
+func scan(rows pgx.Rows, kind pageKind) (line, error) {
 	for _, field := range rows.FieldDescriptions() {
 		if field.Format != pgx.BinaryFormatCode {
-			return scanText(rows, isOpen)
+			return scanText(rows, kind)
 		}
 	}
 	values := rows.RawValues()
-	kind, err := integer(values[0])
+	step, err := integer(values[0])
 	if err != nil {
 		return line{}, err
 	}
-	if kind == 0 {
-		return scanText(rows, isOpen) // one row of a page: need not be quick
+	if step == 0 {
+		return scanText(rows, kind) // one row of a page: need not be quick
 	}
 	// A page's rows, straight from the connection's buffer, in two or three
 	// allocations: scanning through pointers took a third of a page's time.
-	l := line{kind: int(kind)}
+	l := line{kind: int(step)}
 	metadata, payload := values[4], values[5]
 	content := make([]byte, len(metadata)+len(payload))
 	copy(content, metadata)
 	copy(content[len(metadata):], payload)
 	l.row = Row{
 		Key: string(values[2]), UUID: string(values[3]), Metadata: content[:len(metadata):len(metadata)],
-		step: steps[int(kind)],
+		step: steps[int(step)],
 	}
 	if payload != nil {
 		l.row.Payload = content[len(metadata):]
@@ -112,34 +124,42 @@ func integer(value []byte) (int64, error) {
 
 // scanText reads any line in any format, as when the connection uses the simple
 // protocol.
-func scanText(rows pgx.Rows, isOpen bool) (line, error) {
+func scanText(rows pgx.Rows, kind pageKind) (line, error) {
 	var (
 		l                       line
 		id, era, total, top     *int64
+		count, lastEra, lastID  *int64
 		key, uuid, boot, window *string
 		createdAt               *time.Time
 		attempt                 *int
 	)
 	dest := []any{&l.kind, &id, &key, &uuid, &l.row.Metadata, &l.row.Payload, &createdAt, &attempt, &total, &era, &boot}
-	if isOpen {
+	switch kind {
+	case openPage:
 		dest = append(dest, &window, &top, &l.lateXids)
+	case pastPage:
+		dest = append(dest, &count, &lastEra, &lastID)
+	case plainPage:
 	}
 	if err := rows.Scan(dest...); err != nil {
 		return line{}, err
 	}
 	if l.kind == 0 {
-		if era == nil || (isOpen && (window == nil || top == nil)) {
+		if era == nil || (kind == openPage && (window == nil || top == nil)) || (kind == pastPage && count == nil) {
 			return line{}, errors.New("a page's header is incomplete")
 		}
 		l.life.Era = *era
 		if boot != nil {
 			l.life.Boot = *boot
 		}
-		if isOpen {
+		switch {
+		case kind == openPage:
 			l.snapshot, l.top = *window, *top
 			if l.lateXids == nil {
 				l.lateXids = []string{}
 			}
+		case kind == pastPage && *count > 0:
+			l.scanned, l.scannedEra, l.scannedID = *count, *lastEra, *lastID
 		}
 		return l, nil
 	}

@@ -6,8 +6,8 @@
 -- checkpoint of the old holder can fall in between: its epoch no longer fits.
 --
 -- $1 holder, $2 groups, $3 topics, $4 shards, $5 dead holders, $6 their beats
-WITH free AS MATERIALIZED (
-    SELECT c.consumer_group, c.topic, c.shard
+WITH seen AS MATERIALIZED (
+    SELECT c.consumer_group, c.topic, c.shard, c.epoch
     FROM outbox.cursors c
     JOIN unnest($2::text[], $3::text[], $4::integer[]) AS w (consumer_group, topic, shard)
         ON c.consumer_group = w.consumer_group AND c.topic = w.topic AND c.shard = w.shard
@@ -17,6 +17,14 @@ WITH free AS MATERIALIZED (
             SELECT FROM outbox.processes p
             JOIN unnest($5::text[], $6::bigint[]) AS d (holder, beat) ON d.holder = p.holder AND d.beat = p.beat
             WHERE p.holder = c.holder)
+), free AS MATERIALIZED (
+    -- What was seen free may have been taken since; the lock shows the newest
+    -- row, but the conditions above would still see processes as they were
+    -- before, and a holder that has only just begun would have none.
+    SELECT c.consumer_group, c.topic, c.shard
+    FROM outbox.cursors c
+    JOIN seen ON c.consumer_group = seen.consumer_group AND c.topic = seen.topic AND c.shard = seen.shard
+    WHERE c.epoch = seen.epoch
     ORDER BY c.consumer_group, c.topic, c.shard
     FOR UPDATE OF c SKIP LOCKED
 )

@@ -14,4 +14,7 @@ FROM unnest($2::text[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[], $
 WHERE c.consumer_group = v.consumer_group AND c.topic = v.topic AND c.shard = v.shard
     AND c.epoch = v.epoch AND c.holder = $1::text
     AND v.life_era = outbox.era() AND v.life = (SELECT b.life::text FROM outbox.boot b)
+    -- A server that was put back to an older copy is in the same life, and has
+    -- yet to do what the position says was handed out.
+    AND pg_snapshot_xmax(coalesce(v.c, v.p)::pg_snapshot) <= pg_snapshot_xmax(pg_current_snapshot())
 RETURNING c.consumer_group, c.topic, c.shard

@@ -11,12 +11,12 @@ FROM (
         SELECT l.* FROM unnest($7::text[]) AS x (xid) CROSS JOIN LATERAL (
             SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
                    coalesce(octet_length(m.payload), 0) + 100
-                       + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
+                       + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
             FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.xid = x.xid::xid8
+            WHERE m.topic = $1::text AND m.xid >= x.xid::xid8 AND m.xid <= x.xid::xid8
                 AND m.id > $5::bigint AND m.id <= $6::bigint
                 AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
-            ORDER BY m.id LIMIT $3::bigint
+            ORDER BY m.xid, m.id LIMIT $3::bigint
         ) AS l
         ORDER BY l.id LIMIT $3::bigint
     ) AS r

@@ -12,7 +12,7 @@ FROM (
     SELECT r.*, sum(r.size) OVER (ORDER BY r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
         SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
                coalesce(octet_length(m.payload), 0) + 100
-                   + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
+                   + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
         FROM outbox.messages m
         WHERE m.topic = $1::text AND m.era = outbox.era()
             AND m.id > $5::bigint AND m.id <= $6::bigint

@@ -2,49 +2,55 @@
 --
 -- $1 topic, $2 group, $3 rows, $4 bytes, $5 $6 after this era and id,
 -- $7 eras that are known, $8 their P, $9 their open window (sees nothing if
--- none), $10 the last id handed out in it
+-- none), $10 the last id handed out in it, $11 how many rows to look at
 --
--- Two ranges of the index, below and above the server's own era, so that the
--- rows of that are not read. System identifiers begin with the time of initdb,
--- so eras sort by age.
-SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
-       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life
-UNION ALL
-SELECT 3, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, page.era, NULL
-FROM (
-    SELECT r.*, sum(r.size) OVER (ORDER BY r.era, r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
+-- After a move to another cluster nearly all rows are such, and handed out: one
+-- page looks at a bounded number, so that no statement runs for as long as the
+-- table is large. The first row says how far it looked. Two ranges of the index,
+-- below and above the server's own era, so that the rows of that are not read.
+-- System identifiers begin with the time of initdb, so eras sort by age.
+WITH scanned AS MATERIALIZED (
+    SELECT r.era, r.id, r.xid FROM (
         (
-            SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
-                   coalesce(octet_length(m.payload), 0) + 100
-                       + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
-            FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era < outbox.era()
-                AND (m.era, m.id) > ($5::bigint, $6::bigint)
-                AND NOT EXISTS (
-                    SELECT FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
-                    WHERE k.era = m.era AND (
-                        pg_visible_in_snapshot(m.xid, k.p::pg_snapshot)
-                        OR (pg_visible_in_snapshot(m.xid, k.c::pg_snapshot) AND m.id <= k.at)))
-                AND (m.target_group IS NULL OR m.target_group = $2::text)
-            ORDER BY m.era, m.id LIMIT $3::bigint
+            SELECT m.era, m.id, m.xid FROM outbox.messages m
+            WHERE m.topic = $1::text AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
+            ORDER BY m.era, m.id LIMIT $11::bigint
         )
         UNION ALL
         (
+            SELECT m.era, m.id, m.xid FROM outbox.messages m
+            WHERE m.topic = $1::text AND m.era > outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
+            ORDER BY m.era, m.id LIMIT $11::bigint
+        )
+    ) AS r
+    ORDER BY r.era, r.id LIMIT $11::bigint
+), known AS MATERIALIZED (
+    SELECT k.era, k.p::pg_snapshot AS p, k.c::pg_snapshot AS c, k.at
+    FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
+), page AS (
+    SELECT r.*, sum(r.size) OVER (ORDER BY r.era, r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
+        SELECT l.* FROM scanned CROSS JOIN LATERAL (
             SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
                    coalesce(octet_length(m.payload), 0) + 100
-                       + CASE WHEN pg_column_size(m.metadata) < 500 THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
+                       + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
             FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era > outbox.era()
-                AND (m.era, m.id) > ($5::bigint, $6::bigint)
-                AND NOT EXISTS (
-                    SELECT FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
-                    WHERE k.era = m.era AND (
-                        pg_visible_in_snapshot(m.xid, k.p::pg_snapshot)
-                        OR (pg_visible_in_snapshot(m.xid, k.c::pg_snapshot) AND m.id <= k.at)))
+            WHERE m.topic = $1::text AND m.era = scanned.era AND m.id = scanned.id
                 AND (m.target_group IS NULL OR m.target_group = $2::text)
-            ORDER BY m.era, m.id LIMIT $3::bigint
-        )
-        ORDER BY 1, 2 LIMIT $3::bigint
+        ) AS l
+        WHERE NOT EXISTS (
+            SELECT FROM known k
+            WHERE k.era = scanned.era AND (
+                pg_visible_in_snapshot(scanned.xid, k.p)
+                OR (pg_visible_in_snapshot(scanned.xid, k.c) AND scanned.id <= k.at)))
+        ORDER BY l.era, l.id LIMIT $3::bigint
     ) AS r
-) AS page
+)
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life,
+       (SELECT count(*) FROM scanned), last.era, last.id
+FROM (SELECT) AS one LEFT JOIN (SELECT s.era, s.id FROM scanned s ORDER BY s.era DESC, s.id DESC LIMIT 1) AS last ON true
+UNION ALL
+SELECT 3, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, page.era, NULL,
+       NULL, NULL, NULL
+FROM page
 WHERE page.total - page.size < $4::bigint
