@@ -2,7 +2,6 @@ package tests
 
 import (
 	"context"
-	"net/url"
 	"sync"
 	"testing"
 	"time"
@@ -165,9 +164,7 @@ func TestCloseWithoutTheDatabase(t *testing.T) {
 			t.Parallel()
 
 			f := newFixture(t)
-			server, err := url.Parse(f.url)
-			require.NoError(t, err)
-			proxy := pgtest.NewProxy(t, server.Host)
+			proxy := f.proxy(t)
 			db, err := pgxpool.ParseConfig(proxy.URL(f.url))
 			require.NoError(t, err)
 			consumer := f.consumerOn(db, nil)

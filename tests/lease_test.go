@@ -3,7 +3,6 @@ package tests
 import (
 	"context"
 	"errors"
-	"net/url"
 	"strconv"
 	"strings"
 	"sync"
@@ -183,9 +182,7 @@ func TestClaimAnsweredAfterTheLease(t *testing.T) {
 	t.Parallel()
 
 	f := newFixture(t)
-	server, err := url.Parse(f.url)
-	require.NoError(t, err)
-	proxy := pgtest.NewProxy(t, server.Host)
+	proxy := f.proxy(t)
 	const claimText, beatText = "FOR UPDATE OF c SKIP LOCKED", "SET beat = p.beat + 1"
 	holder := newStatementHolder(claimText)
 	release := sync.OnceFunc(func() { close(holder.open) })

@@ -17,6 +17,14 @@ import (
 	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
+// proxy is a proxy in front of the fixture's server.
+func (f *fixture) proxy(t testing.TB) *pgtest.Proxy {
+	t.Helper()
+	server, err := url.Parse(f.url)
+	require.NoError(t, err)
+	return pgtest.NewProxy(t, server.Host)
+}
+
 // loadCounter counts what a consumer asks of the server: statements, and
 // attempts to connect.
 type loadCounter struct{ statements, connects atomic.Int64 }
@@ -83,9 +91,7 @@ func TestServerRefusesConnections(t *testing.T) {
 	t.Parallel()
 
 	f := newFixture(t)
-	server, err := url.Parse(f.url)
-	require.NoError(t, err)
-	proxy := pgtest.NewProxy(t, server.Host)
+	proxy := f.proxy(t)
 	db, err := pgxpool.ParseConfig(proxy.URL(f.url))
 	require.NoError(t, err)
 	load := &loadCounter{}

@@ -27,21 +27,22 @@ WITH scanned AS MATERIALIZED (
 ), known AS MATERIALIZED (
     SELECT k.era, k.p::pg_snapshot AS p, k.c::pg_snapshot AS c, k.at
     FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
+), fresh AS MATERIALIZED (
+    SELECT s.era, s.id FROM scanned s
+    WHERE NOT EXISTS (
+        SELECT FROM known k
+        WHERE k.era = s.era AND (
+            pg_visible_in_snapshot(s.xid, k.p) OR (pg_visible_in_snapshot(s.xid, k.c) AND s.id <= k.at)))
 ), page AS (
     SELECT r.*, sum(r.size) OVER (ORDER BY r.era, r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
-        SELECT l.* FROM scanned CROSS JOIN LATERAL (
+        SELECT l.* FROM fresh CROSS JOIN LATERAL (
             SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
                    coalesce(octet_length(m.payload), 0) + 100
                        + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
             FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era = scanned.era AND m.id = scanned.id
+            WHERE m.topic = $1::text AND m.era = fresh.era AND m.id = fresh.id
                 AND (m.target_group IS NULL OR m.target_group = $2::text)
         ) AS l
-        WHERE NOT EXISTS (
-            SELECT FROM known k
-            WHERE k.era = scanned.era AND (
-                pg_visible_in_snapshot(scanned.xid, k.p)
-                OR (pg_visible_in_snapshot(scanned.xid, k.c) AND scanned.id <= k.at)))
         ORDER BY l.era, l.id LIMIT $3::bigint
     ) AS r
 )
