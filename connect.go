@@ -49,9 +49,21 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 	pool.ConnConfig.RuntimeParams = params
 	if pool.ConnConfig.ValidateConnect == nil {
 		// A host that became a standby, or one of several, is no use.
-		pool.ConnConfig.ValidateConnect = pgconn.ValidateConnectTargetSessionAttrsReadWrite
+		pool.ConnConfig.ValidateConnect = requireReadWrite
 	}
 	return pool
+}
+
+// requireReadWrite refuses a connection to a server that takes no writes.
+func requireReadWrite(ctx context.Context, conn *pgconn.PgConn) error {
+	result := conn.ExecParams(ctx, "SHOW transaction_read_only", nil, nil, nil, nil).Read()
+	if result.Err != nil {
+		return result.Err
+	}
+	if len(result.Rows) == 1 && string(result.Rows[0][0]) == "on" {
+		return ErrReadOnly
+	}
+	return nil
 }
 
 // failed is told of the statements that failed: a pool keeps a connection that

@@ -84,6 +84,8 @@ type Manager struct {
 	// nanoseconds since started: monotonic, and read for each message.
 	validUntil atomic.Int64
 	started    time.Time
+	// lapses counts how often it has run out.
+	lapses atomic.Int64
 	// dirty: the table may say that the process holds what nobody in it holds
 	// or waits for, so that other processes wait in vain.
 	dirty atomic.Bool
@@ -271,10 +273,11 @@ func (m *Manager) compare(holding cursor.Holding, sent time.Time) {
 	}
 }
 
-// expire ends all leases whose time is up.
+// expire ends all leases whose time is up, and those that are being granted.
 func (m *Manager) expire() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.lapses.Add(1)
 	for key, lease := range m.held {
 		lease.Lose(fmt.Errorf("%s: this process could not renew its beat for %s", key, m.config.Duration-m.config.margin()))
 	}
@@ -353,6 +356,7 @@ func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
 			dead[holder] = seen.beat
 		}
 	}
+	lapses := m.lapses.Load()
 	held, err := m.store.Claim(ctx, m.db, wanted, dead)
 	if err != nil {
 		m.dirty.Store(true) // the answer may be lost, and not the claim
@@ -380,7 +384,7 @@ func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
 			m.mu.Unlock()
 			continue
 		}
-		m.grant(h)
+		m.grant(h, lapses)
 	}
 	if marked {
 		m.nudge()
@@ -449,12 +453,13 @@ func (m *Manager) reportMissing(ctx context.Context, wanted []cursor.Key, now ti
 }
 
 // grant hands a taken cursor to the one who has waited longest. If nobody does
-// any more, it is given back.
-func (m *Manager) grant(h cursor.Held) {
+// any more, it is given back. If the process's lease ran out since the claim was
+// sent, the answer may be old: others may have the cursor by now.
+func (m *Manager) grant(h cursor.Held, lapses int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	waiting := m.waiting[h.Key]
-	if len(waiting) == 0 || m.closed {
+	if len(waiting) == 0 || m.closed || m.left() <= 0 || m.lapses.Load() != lapses {
 		m.dirty.Store(true)
 		return
 	}
@@ -598,16 +603,33 @@ func (l *Lease) Release(ctx context.Context) error {
 	}
 	l.source = nil // a checkpoint that is on its way fits no more: no holder
 	l.mu.Unlock()
-	saved, err := l.manager.store.Save(ctx, l.manager.db, []cursor.Write{write})
+	saved, err := l.manager.saveLast(ctx, write)
 	if err != nil {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w", l.Key, err)
 	}
-	if !saved[l.Key] {
+	if !saved {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w: it is no longer ours", l.Key, ErrLost)
 	}
 	return nil
+}
+
+// saveLast stores a last position, which nobody will try again to store: a
+// connection that has died meanwhile must not cost it. A write whose answer was
+// lost counts when it did release the cursor.
+func (m *Manager) saveLast(ctx context.Context, write cursor.Write) (bool, error) {
+	retry := backoff.Policy{Min: 10 * time.Millisecond, Max: time.Second}
+	for try := 1; ; try++ {
+		saved, err := m.store.Save(ctx, m.db, []cursor.Write{write})
+		if err == nil {
+			return saved[write.Key] || try > 1, nil
+		}
+		m.config.Failed(err)
+		if !backoff.Wait(ctx, retry.Delay(try)) {
+			return false, err
+		}
+	}
 }
 
 // forget makes the cursor free for other subscriptions of the process.

@@ -16,5 +16,5 @@ WHERE c.consumer_group = v.consumer_group AND c.topic = v.topic AND c.shard = v.
     AND v.life_era = outbox.era() AND v.life = (SELECT b.life::text FROM outbox.boot b)
     -- A server that was put back to an older copy is in the same life, and has
     -- yet to do what the position says was handed out.
-    AND pg_snapshot_xmax(coalesce(v.c, v.p)::pg_snapshot) <= pg_snapshot_xmax(pg_current_snapshot())
+    AND (v.era <> outbox.era() OR pg_snapshot_xmax(coalesce(v.c, v.p)::pg_snapshot) <= pg_snapshot_xmax(pg_current_snapshot()))
 RETURNING c.consumer_group, c.topic, c.shard
