@@ -110,7 +110,7 @@ func TestRowsOfManyClusters(t *testing.T) {
 			delivery, ok := outbox.DeliveryFromCtx(msg.Context())
 			require.True(t, ok)
 			require.Equal(t, f.number("SELECT (era - outbox.era())::int FROM outbox.messages WHERE uuid = $1", msg.UUID),
-				int(delivery.Era-int64(f.era(t))))
+				int(delivery.Era-f.era(t)))
 		}
 	}
 	require.NoError(t, publisher.Publish("topic", sent[3]))

@@ -49,8 +49,11 @@ func (b *logBook) add(level, text string, err error, fields watermill.LogFields)
 func (b *logBook) Error(text string, err error, fields watermill.LogFields) {
 	b.add("error", text, err, fields)
 }
-func (b *logBook) Info(text string, fields watermill.LogFields)  { b.add("info", text, nil, fields) }
+
+func (b *logBook) Info(text string, fields watermill.LogFields) { b.add("info", text, nil, fields) }
+
 func (b *logBook) Debug(text string, fields watermill.LogFields) { b.add("debug", text, nil, fields) }
+
 func (b *logBook) Trace(text string, fields watermill.LogFields) { b.add("trace", text, nil, fields) }
 
 func (b *logBook) With(fields watermill.LogFields) watermill.LoggerAdapter {

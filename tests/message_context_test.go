@@ -100,7 +100,7 @@ func TestDeliveryFromCtx(t *testing.T) {
 		t.Helper()
 		msg := nextMessage(t, messages)
 		require.Equal(t, uuid, msg.UUID)
-		got, ok := outbox.DeliveryFromCtx(context.WithValue(msg.Context(), any("another"), "value"))
+		got, ok := outbox.DeliveryFromCtx(context.WithValue(msg.Context(), anotherKey{}, "value"))
 		require.True(t, ok)
 		want := stored(uuid)
 		want.Attempt = attempt
@@ -118,3 +118,6 @@ func TestDeliveryFromCtx(t *testing.T) {
 	_, ok := outbox.DeliveryFromCtx(t.Context())
 	require.False(t, ok)
 }
+
+// anotherKey is the key of a value of somebody else's.
+type anotherKey struct{}
