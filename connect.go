@@ -27,6 +27,7 @@ var sessionSettings = map[string]string{
 	// The statements are small and their plans known: by index, in order. The
 	// statistics of a table that was empty a minute ago are not.
 	"jit":                             "off",
+	"plan_cache_mode":                 "force_generic_plan",
 	"enable_seqscan":                  "off",
 	"enable_bitmapscan":               "off",
 	"max_parallel_workers_per_gather": "0",

@@ -53,3 +53,20 @@ func TestMessageContent(t *testing.T) {
 		}
 	}
 }
+
+// A row that finds no partition of its own goes into the DEFAULT one, and is
+// delivered from there like any other, in its place.
+func TestMessagesOutsideThePartitions(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	_, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{PageSize: 2}, "topic")
+	want := []string{"1", "2", "3", "4", "5"}
+	for i, at := range []string{"now()", "now() + interval '10 years'", "now() - interval '10 years'", "'infinity'", "now()"} {
+		f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) VALUES ('topic', $1, "+at+")", want[i])
+	}
+	require.Equal(t, 3, f.number("SELECT count(*)::int FROM outbox.messages_default"))
+	require.Equal(t, want, uuids(receive(t, messages, len(want))))
+	_, messages = f.subscribe(f.consumer(nil), outbox.SubscriberConfig{ConsumerGroup: "later", PageSize: 2}, "topic")
+	require.Equal(t, want, uuids(receive(t, messages, len(want))))
+}

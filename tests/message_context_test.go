@@ -22,7 +22,7 @@ func TestMessageContext(t *testing.T) {
 	require.NoError(t, f.publisher(outbox.PublisherConfig{}).Publish("topic", newMessages(5)...))
 	consumer := f.consumer(nil)
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{
-		CloseTimeout: 100 * time.Millisecond, Retry: outbox.RetryConfig{MinBackoff: time.Millisecond},
+		CloseTimeout: time.Second, Retry: outbox.RetryConfig{MinBackoff: time.Millisecond},
 	}, nil)
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), keyType{}, "value"), 100*waitFor)
@@ -76,6 +76,7 @@ func TestMessageContext(t *testing.T) {
 func TestDeliveryFromCtx(t *testing.T) {
 	t.Parallel()
 
+	type keyType struct{}
 	f := newFixture(t)
 	publisher := f.publisher(outbox.PublisherConfig{})
 	keyed := message.NewMessage("keyed", nil)
@@ -100,7 +101,7 @@ func TestDeliveryFromCtx(t *testing.T) {
 		t.Helper()
 		msg := nextMessage(t, messages)
 		require.Equal(t, uuid, msg.UUID)
-		got, ok := outbox.DeliveryFromCtx(context.WithValue(msg.Context(), anotherKey{}, "value"))
+		got, ok := outbox.DeliveryFromCtx(context.WithValue(msg.Context(), keyType{}, "value"))
 		require.True(t, ok)
 		want := stored(uuid)
 		want.Attempt = attempt
@@ -118,6 +119,3 @@ func TestDeliveryFromCtx(t *testing.T) {
 	_, ok := outbox.DeliveryFromCtx(t.Context())
 	require.False(t, ok)
 }
-
-// anotherKey is the key of a value of somebody else's.
-type anotherKey struct{}

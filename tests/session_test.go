@@ -77,7 +77,7 @@ func TestRoleWithTimeouts(t *testing.T) {
 	f.grant(schema.Roles{Consumer: role})
 	f.exec("ALTER ROLE " + quoteIdentifier(role) + ` SET idle_in_transaction_session_timeout = '100ms'`)
 	f.exec("ALTER ROLE " + quoteIdentifier(role) + ` SET statement_timeout = '2s'`)
-	f.exec("ALTER ROLE " + quoteIdentifier(role) + ` SET idle_session_timeout = '100ms'`)
+	f.exec("ALTER ROLE " + quoteIdentifier(role) + ` SET idle_session_timeout = '2s'`)
 	db, err := pgxpool.ParseConfig(f.urlAs(role))
 	require.NoError(t, err)
 	publisher := f.publisher(outbox.PublisherConfig{})

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/millrace/watermill-outbox/internal/metadata"
 )
@@ -64,7 +65,8 @@ var pgEpoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
 // and then those of its kind.
 func scan(rows pgx.Rows, kind pageKind) (line, error) {
 	for _, field := range rows.FieldDescriptions() {
-		if field.Format != pgx.BinaryFormatCode {
+		// Text and json come as text, which is the same in either format.
+		if field.Format != pgx.BinaryFormatCode && field.DataTypeOID != pgtype.TextOID && field.DataTypeOID != pgtype.JSONOID {
 			return scanText(rows, kind)
 		}
 	}

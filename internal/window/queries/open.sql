@@ -44,7 +44,7 @@ WITH now AS MATERIALIZED (
         ORDER BY m.xid, m.id LIMIT $5::bigint
     ) AS r
     ORDER BY r.id LIMIT $5::bigint
-), main AS MATERIALIZED (
+), main AS NOT MATERIALIZED (
     SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
            coalesce(octet_length(m.payload), 0) + 100
                + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
@@ -54,7 +54,8 @@ WITH now AS MATERIALIZED (
         AND NOT pg_visible_in_snapshot(m.xid, (SELECT now.p FROM now)) AND (m.target_group IS NULL OR m.target_group = $2::text)
     ORDER BY m.id LIMIT greatest($5::bigint - (SELECT count(*) FROM late), 0)
 ), page AS (
-    SELECT r.*, sum(r.size) OVER (ORDER BY r.step, r.id ROWS UNBOUNDED PRECEDING) AS total
+    -- In the order of the two parts, without a sort; the reader checks it.
+    SELECT r.*, sum(r.size) OVER (ROWS UNBOUNDED PRECEDING) AS total
     FROM (SELECT 1 AS step, late.* FROM late UNION ALL SELECT 2, main.* FROM main) AS r
 )
 SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,

@@ -19,7 +19,11 @@ WITH scanned AS MATERIALIZED (
         UNION ALL
         (
             SELECT m.era, m.id, m.xid FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era > outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
+            WHERE m.topic = $1::text
+                -- Where it begins must be one comparison: of two, the scan would
+                -- begin at this one and walk the rows of the server's own era.
+                AND (m.era, m.id) > (greatest($5::bigint, outbox.era()),
+                    CASE WHEN $5::bigint > outbox.era() THEN $6::bigint ELSE 9223372036854775807 END)
             ORDER BY m.era, m.id LIMIT $11::bigint
         )
     ) AS r
@@ -40,8 +44,10 @@ WITH scanned AS MATERIALIZED (
                    coalesce(octet_length(m.payload), 0) + 100
                        + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
             FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era = fresh.era AND m.id = fresh.id
+            WHERE m.topic = $1::text AND m.era >= fresh.era AND m.era <= fresh.era
+                AND m.id >= fresh.id AND m.id <= fresh.id
                 AND (m.target_group IS NULL OR m.target_group = $2::text)
+            ORDER BY m.era, m.id OFFSET 0
         ) AS l
         ORDER BY l.era, l.id LIMIT $3::bigint
     ) AS r
