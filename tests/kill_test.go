@@ -52,16 +52,24 @@ func TestKill(t *testing.T) {
 		delivered[c] = true
 	}
 
-	for range kills {
+	for i := range kills {
 		c := f.startChild(t, topic, lease)
 		end := 1 + random.IntN(60) // messages until the kill
-		for n := 0; n < end; n++ {
+		next := func() {
 			select {
 			case line, ok := <-c.lines:
 				require.True(t, ok, "child ended by itself: %v", c.command.ProcessState)
 				take(line)
 			case <-time.After(waitFor):
 				require.FailNow(t, "no message from the child")
+			}
+		}
+		for range end {
+			next()
+		}
+		if i%2 == 1 { // not before it has stored a position
+			for stored := len(covered); len(w.covered(t)) <= stored; {
+				next()
 			}
 		}
 		c.kill()
