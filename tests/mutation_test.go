@@ -104,7 +104,7 @@ func (m mutation) apply(t *testing.T, folder string) {
 // tests.
 func copyLibrary(t *testing.T, root, folder string) {
 	t.Helper()
-	for _, name := range []string{"internal", "schema", "tests"} {
+	for _, name := range []string{"internal", "replication", "schema", "tests"} {
 		require.NoError(t, os.CopyFS(filepath.Join(folder, name), os.DirFS(filepath.Join(root, name))))
 	}
 	sources, err := filepath.Glob(filepath.Join(root, "*.go"))
