@@ -131,9 +131,6 @@ func TestContendersTakeTurns(t *testing.T) {
 
 // The figures mean nothing at this size; that each scenario works does.
 func TestEveryScenarioRuns(t *testing.T) {
-	if testing.Short() {
-		t.Skip("needs PostgreSQL and half a minute")
-	}
 	var out bytes.Buffer
 	code := run(t.Context(), scenarios, []string{"-rounds", "1", "-scale", "0.005", "all"}, &out, os.Stderr)
 	require.Equal(t, 0, code)
