@@ -5,6 +5,7 @@ import (
 	_ "embed"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -12,6 +13,9 @@ import (
 
 //go:embed check.sql
 var checkText string
+
+//go:embed check_live.sql
+var checkLiveText string
 
 // Severity says what a difference leads to.
 type Severity string
@@ -22,6 +26,9 @@ const (
 	SeverityError Severity = "error"
 	// SeverityWarning: nothing is lost, but somebody should know.
 	SeverityWarning Severity = "warning"
+	// SeverityLive: nothing is wrong with polling, but subscribers cannot read
+	// the WAL.
+	SeverityLive Severity = "live"
 )
 
 // Difference is one thing that is not as the library expects it.
@@ -39,10 +46,11 @@ func (d Difference) String() string {
 }
 
 // Check compares the installation with what this library expects and returns
-// what differs, errors first; nothing means that all is well. It reads only
-// catalogs and the version, changes nothing, and works for every role that
-// Grants writes for. It returns an error only when the database cannot be
-// asked.
+// what differs: errors first, then warnings, then what CheckLive returns. Nothing
+// means that all is well; nothing but SeverityLive, that all is well for those
+// who poll. It reads only catalogs and the version, changes nothing, and works
+// for every role that Grants writes for. It returns an error only when the
+// database cannot be asked.
 func Check(ctx context.Context, db Querier, cfg Config) ([]Difference, error) {
 	cfg = cfg.WithDefaults()
 	if err := cfg.Validate(); err != nil {
@@ -66,15 +74,47 @@ func Check(ctx context.Context, db Querier, cfg Config) ([]Difference, error) {
 			Remedy: (&VersionError{Schema: cfg.Name, Have: version, Want: Version}).Error(),
 		})
 	}
-	rows, err := db.Query(ctx, checkText, cfg.Name)
+	found, err := collect(ctx, db, cfg.Name, checkText, cfg.Name)
 	if err != nil {
-		return nil, fmt.Errorf("schema %q: check: %w", cfg.Name, err)
+		return nil, err
+	}
+	live, err := checkLive(ctx, db, cfg.Name)
+	if err != nil {
+		return nil, err
+	}
+	return slices.Concat(differences, found, live), nil
+}
+
+// CheckLive returns what keeps this session's role from reading the WAL, all of
+// it SeverityLive: the server's settings, its free slots and senders, the role,
+// the publication. Nothing means that a stream can be opened. It needs what
+// Check needs. Where no outbox is installed it returns ErrNotInstalled.
+func CheckLive(ctx context.Context, db Querier, cfg Config) ([]Difference, error) {
+	cfg = cfg.WithDefaults()
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	if _, err := ReadVersion(ctx, PgxRow(db), cfg.Name); err != nil {
+		return nil, err
+	}
+	return checkLive(ctx, db, cfg.Name)
+}
+
+func checkLive(ctx context.Context, db Querier, name string) ([]Difference, error) {
+	return collect(ctx, db, name, checkLiveText, name, PublicationName(name), createPublication(name))
+}
+
+// collect runs one of the texts that return differences.
+func collect(ctx context.Context, db Querier, name, text string, args ...any) ([]Difference, error) {
+	rows, err := db.Query(ctx, text, args...)
+	if err != nil {
+		return nil, fmt.Errorf("schema %q: check: %w", name, err)
 	}
 	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Difference])
 	if err != nil {
-		return nil, fmt.Errorf("schema %q: check: %w", cfg.Name, err)
+		return nil, fmt.Errorf("schema %q: check: %w", name, err)
 	}
-	return append(differences, found...), nil
+	return found, nil
 }
 
 // Errors returns those differences that are errors as one error, or nil.

@@ -83,6 +83,26 @@ SELECT 'error', 'table ' || r.relname, 'row-level security applies to this role'
 FROM relation r WHERE r.relkind IN ('r', 'p') AND pg_catalog.row_security_active(r.oid)
 
 UNION ALL
+SELECT 'error', 'column cursors.ahead', 'missing', 'present',
+       'run schema.Migrate; if it was dropped by hand, restore it from a dump'
+FROM relation t
+WHERE t.relname = 'cursors' AND NOT EXISTS (
+    SELECT FROM pg_catalog.pg_attribute a WHERE a.attrelid = t.oid AND a.attname = 'ahead' AND NOT a.attisdropped)
+
+UNION ALL
+SELECT 'warning', 'table ' || r.relname, 'no replica identity', 'a replica identity',
+       format('ALTER TABLE %I.%I REPLICA IDENTITY %s: in a publication of all tables, such as somebody else may make, its rows cannot be updated or deleted',
+           $1::text, r.relname, CASE WHEN k.found THEN 'DEFAULT' ELSE 'FULL' END)
+FROM relation r
+JOIN wanted_table w ON w.name = r.relname
+CROSS JOIN LATERAL (
+    SELECT coalesce(bool_or(i.indisprimary), false) AS found, coalesce(bool_or(i.indisreplident), false) AS chosen
+    FROM pg_catalog.pg_index i WHERE i.indrelid = r.oid
+) AS k
+WHERE r.relkind = 'r' AND r.relpersistence = 'p'
+    AND NOT CASE r.relreplident WHEN 'f' THEN true WHEN 'd' THEN k.found WHEN 'i' THEN k.chosen ELSE false END
+
+UNION ALL
 SELECT 'warning', 'table messages', 'no partition for now', 'a partition for each interval up to the look-ahead',
        'run the upkeep; until then messages go into the DEFAULT partition, from where they are delivered as usual'
 FROM relation t

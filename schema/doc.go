@@ -17,6 +17,13 @@
 // outside that schema, a dependency on database/sql and several modules more;
 // and what remains for it to do is the forty lines of migrate.go.
 //
+// # Publication
+//
+// Subscribers may read the WAL beside the tables, through a publication that the
+// migrations make where the role may. What that takes besides (settings of the
+// server, an attribute of the role) no migration can decide: [CheckLive] says
+// what is missing, [PublicationSQL] and [Grants] have the statements.
+//
 // # Names
 //
 // The schema may have any name PostgreSQL accepts: upper case, blanks, quotes

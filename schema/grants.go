@@ -11,6 +11,9 @@ import (
 //go:embed grants.sql
 var grantsText string
 
+// lineBreaks keeps a comment a comment when a name in it has several lines.
+var lineBreaks = strings.NewReplacer("\n", "\n-- ", "\r", "\r-- ")
+
 // Roles names the database roles that Grants writes for. They must exist. One
 // role may play several parts; an empty name leaves its part out.
 type Roles struct {
@@ -19,7 +22,8 @@ type Roles struct {
 	// Publisher writes messages and can do nothing else: not read a payload,
 	// and not set the columns from which visibility is computed.
 	Publisher string
-	// Consumer reads messages and keeps positions.
+	// Consumer reads messages and keeps positions. To read the WAL it needs
+	// REPLICATION besides; the script has the statement as a comment.
 	Consumer string
 	// Upkeep maintains partitions and sweeps what is finished.
 	Upkeep string
@@ -52,8 +56,9 @@ func Grants(cfg Config, roles Roles) (string, error) {
 			return "", fmt.Errorf("schema: the name of the %s role %q is not a valid identifier", name, role)
 		}
 		text = fill(cfg.Name, text, map[string]string{
-			"role":         pgx.Identifier{role}.Sanitize(),
-			"role_literal": quoteLiteral(role),
+			"role":           pgx.Identifier{role}.Sanitize(),
+			"role_literal":   quoteLiteral(role),
+			"role_commented": lineBreaks.Replace(pgx.Identifier{role}.Sanitize()),
 		})
 		b.WriteString("\n-- " + name + "\n" + text)
 	}

@@ -10,6 +10,9 @@ ALTER SCHEMA outbox OWNER TO :role;
 DO $body$
 DECLARE
     object record;
+    maker oid := (
+        SELECT c.relowner FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        WHERE n.nspname = :schema AND c.relname = 'messages');
 BEGIN
     FOR object IN
         SELECT c.relname, c.relkind FROM pg_catalog.pg_class c
@@ -19,6 +22,22 @@ BEGIN
     LOOP
         EXECUTE format('ALTER TABLE %I.%I OWNER TO %I', :schema, object.relname, :role_literal);
     END LOOP;
+    -- The publication goes along if it came with the tables: the same role made
+    -- both, and it publishes them by name. Another one is somebody else's, or an
+    -- administrator's, and nothing needs it to change hands. Neither does this
+    -- one, so where the server would refuse it stays, too.
+    IF EXISTS (
+        SELECT FROM pg_catalog.pg_publication p
+        JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid
+        JOIN pg_catalog.pg_class c ON c.oid = r.prrelid AND c.relname = 'messages'
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace AND n.nspname = :schema
+        WHERE p.pubname = :schema AND p.pubowner = maker
+            AND p.pubowner <> (SELECT r.oid FROM pg_catalog.pg_roles r WHERE r.rolname = :role_literal)
+            AND (pg_catalog.has_database_privilege(:role_literal, pg_catalog.current_database(), 'CREATE')
+                OR (SELECT r.rolsuper FROM pg_catalog.pg_roles r WHERE r.rolname = current_user))
+    ) THEN
+        EXECUTE format('ALTER PUBLICATION %I OWNER TO %I', :schema, :role_literal);
+    END IF;
 END $body$;
 ALTER FUNCTION outbox.era() OWNER TO :role;
 ALTER FUNCTION outbox.publish(text, bytea, json, text, text, timestamptz) OWNER TO :role;
@@ -40,6 +59,14 @@ GRANT INSERT, UPDATE, DELETE ON outbox.cursors, outbox.processes, outbox.boot, o
 GRANT INSERT, UPDATE, DELETE ON outbox.deferred, outbox.dead_letters TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era() TO :role;
+-- To read the WAL the role that logs in needs REPLICATION besides. That lets it
+-- copy the whole server, so it is not for this script to give: a superuser runs
+-- the first line, or on Amazon RDS a member of rds_superuser the second.
+-- ALTER ROLE :role_commented REPLICATION;
+-- GRANT rds_replication TO :role_commented;
+-- Optional: to see how long other roles' transactions have been open, and not to
+-- open a stream that would have to wait for one.
+-- GRANT pg_read_all_stats TO :role_commented;
 
 -- part: upkeep
 GRANT USAGE, CREATE ON SCHEMA outbox TO :role;

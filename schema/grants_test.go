@@ -1,9 +1,11 @@
 package schema
 
 import (
+	"regexp"
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 )
 
@@ -38,6 +40,29 @@ func TestGrantsRefusesNames(t *testing.T) {
 		} {
 			_, err := Grants(Config{}, roles)
 			require.ErrorContains(t, err, part+" role")
+		}
+	}
+}
+
+// What is for somebody else to decide stays a comment, also for a role that has
+// line breaks in its name.
+func TestGrantsLeavesReplicationToOthers(t *testing.T) {
+	t.Parallel()
+
+	for _, role := range []string{"r", `"odd"; '`, "two\nlines", "\r; DROP TABLE t; --\r\n\n"} {
+		script, err := Grants(Config{Name: "x"}, Roles{Consumer: role})
+		require.NoError(t, err)
+		quoted := pgx.Identifier{role}.Sanitize()
+		var comments strings.Builder
+		for _, line := range regexp.MustCompile(`[^\n\r]*[\n\r]`).FindAllString(script, -1) {
+			if comment, found := strings.CutPrefix(line, "-- "); found {
+				comments.WriteString(comment)
+			}
+		}
+		for _, statement := range []string{
+			"ALTER ROLE " + quoted + " REPLICATION;", "GRANT rds_replication TO " + quoted + ";", "GRANT pg_read_all_stats TO " + quoted + ";",
+		} {
+			require.Contains(t, comments.String(), statement)
 		}
 	}
 }

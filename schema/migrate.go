@@ -58,7 +58,8 @@ type Beginner interface {
 // processes at once, and does nothing but one read when nothing is missing.
 //
 // The role needs CREATE on the database (or the schema to exist already with
-// CREATE on it). A database migrated by a newer library is refused with a
+// CREATE on it; then the server sends a warning, and there is no publication:
+// see PublicationSQL). A database migrated by a newer library is refused with a
 // *VersionError; a failing migration is a *MigrationError and leaves nothing
 // behind. The context governs the whole call, waiting for other callers
 // included.

@@ -68,6 +68,7 @@ type differenceCase struct {
 // differenceCases are what somebody may do by hand, or a restore may bring.
 func differenceCases(partitions []string) map[string]differenceCase {
 	partition := partitions[0]
+	current := fmt.Sprintf("version %d", schema.Version)
 	cases := map[string]differenceCase{
 		"sequence with a cache": {
 			spoil:  "ALTER SEQUENCE outbox.messages_id_seq CACHE 50",
@@ -119,18 +120,39 @@ func differenceCases(partitions []string) map[string]differenceCase {
 		},
 		"older version": {
 			spoil:  "UPDATE outbox.meta SET value = '0' WHERE key = 'version'",
-			object: "schema " + strconv.Quote(oddSchema), found: "version 0", want: "version 1", remedy: "schema.Migrate",
-			repair: "UPDATE outbox.meta SET value = '1' WHERE key = 'version'",
+			object: "schema " + strconv.Quote(oddSchema), found: "version 0", want: current, remedy: "schema.Migrate",
+			repair: fmt.Sprintf("UPDATE outbox.meta SET value = '%d' WHERE key = 'version'", schema.Version),
 		},
 		"newer version": {
-			spoil:  "UPDATE outbox.meta SET value = '2' WHERE key = 'version'",
-			object: "schema " + strconv.Quote(oddSchema), found: "version 2", want: "version 1", remedy: "update the library",
-			repair: "UPDATE outbox.meta SET value = '1' WHERE key = 'version'",
+			spoil:  fmt.Sprintf("UPDATE outbox.meta SET value = '%d' WHERE key = 'version'", schema.Version+1),
+			object: "schema " + strconv.Quote(oddSchema), found: fmt.Sprintf("version %d", schema.Version+1), want: current, remedy: "update the library",
+			repair: fmt.Sprintf("UPDATE outbox.meta SET value = '%d' WHERE key = 'version'", schema.Version),
 		},
 		"no table meta": {
 			spoil:  "ALTER TABLE outbox.meta RENAME TO moved",
-			object: "schema " + strconv.Quote(oddSchema), found: "not installed", want: "version 1", remedy: "schema.Migrate",
+			object: "schema " + strconv.Quote(oddSchema), found: "not installed", want: current, remedy: "schema.Migrate",
 			repair: "ALTER TABLE outbox.moved RENAME TO meta",
+		},
+		"no column ahead": {
+			spoil:  "ALTER TABLE outbox.cursors DROP COLUMN ahead",
+			object: "column cursors.ahead", found: "missing", want: "present", remedy: "schema.Migrate",
+			repair: "ALTER TABLE outbox.cursors ADD COLUMN ahead jsonb NOT NULL DEFAULT '[]'",
+		},
+		"replica identity without a key": {
+			spoil:    "ALTER TABLE outbox.messages_default REPLICA IDENTITY DEFAULT",
+			severity: schema.SeverityWarning,
+			object:   "table messages_default", found: "no replica identity", want: "a replica identity", remedy: " REPLICA IDENTITY FULL: ",
+		},
+		"no primary key": {
+			spoil:    "ALTER TABLE outbox.dead_letters DROP CONSTRAINT dead_letters_pkey",
+			severity: schema.SeverityWarning,
+			object:   "table dead_letters", found: "no replica identity", want: "a replica identity", remedy: " REPLICA IDENTITY FULL: ",
+		},
+		"replica identity of an index that is gone": {
+			spoil: `CREATE UNIQUE INDEX gone ON outbox.cursors (topic, consumer_group, shard);
+				ALTER TABLE outbox.cursors REPLICA IDENTITY USING INDEX gone; DROP INDEX outbox.gone`,
+			severity: schema.SeverityWarning,
+			object:   "table cursors", found: "no replica identity", want: "a replica identity", remedy: " REPLICA IDENTITY DEFAULT: ",
 		},
 		"no partition for now": {
 			spoil:    "ALTER TABLE outbox.messages DETACH PARTITION outbox." + strings.Join(partitions, "; ALTER TABLE outbox.messages DETACH PARTITION outbox."),
@@ -150,6 +172,13 @@ func differenceCases(partitions []string) map[string]differenceCase {
 		cases["unlogged "+table] = differenceCase{
 			spoil:  "ALTER TABLE outbox." + table + " SET UNLOGGED",
 			object: "table " + table, found: "unlogged", want: "logged", remedy: "SET LOGGED",
+		}
+	}
+	for _, table := range []string{"messages_default", "cursors", "processes", "deferred", "dead_letters", "inbox", "meta"} {
+		cases["no replica identity of "+table] = differenceCase{
+			spoil:    "ALTER TABLE outbox." + table + " REPLICA IDENTITY NOTHING",
+			severity: schema.SeverityWarning,
+			object:   "table " + table, found: "no replica identity", want: "a replica identity", remedy: " REPLICA IDENTITY ",
 		}
 	}
 	for index, on := range map[string][2]string{
@@ -227,6 +256,7 @@ func TestCheckFindsRowSecurity(t *testing.T) {
 	f := newFixture(t)
 	role := f.role("consumer")
 	f.grant(schema.Roles{Consumer: role})
+	f.replicates(role)
 	pool := f.poolAs(role)
 	require.Empty(t, f.check(pool))
 	for _, table := range []string{"messages", "cursors", "messages_default"} {
@@ -263,19 +293,20 @@ func TestCheckFindsAsynchronousCommit(t *testing.T) {
 	}
 }
 
-// Two things at once are two lines, errors first.
+// Two things at once are two lines, errors first, and what only the WAL needs
+// last.
 func TestCheckTellsErrorsFirst(t *testing.T) {
 	t.Parallel()
 
 	f := newFixture(t)
 	f.dropPartitions()
-	f.exec("DROP INDEX outbox.messages_topic_xid_id; ALTER TABLE outbox.boot SET LOGGED; UPDATE outbox.meta SET value = '2' WHERE key = 'version'")
-	var objects []string
+	f.exec("DROP INDEX outbox.messages_topic_xid_id; ALTER TABLE outbox.boot SET LOGGED; DROP PUBLICATION " + quoteIdentifier(oddSchema))
+	f.exec("UPDATE outbox.meta SET value = to_jsonb($1::int) WHERE key = 'version'", schema.Version+1)
 	differences := f.check(f.pool)
-	for _, d := range differences {
-		objects = append(objects, string(d.Severity)+" "+d.Object)
-	}
-	require.Equal(t, []string{"error schema " + strconv.Quote(oddSchema), "error index messages_topic_xid_id", "error table boot", "warning table messages"}, objects)
+	require.Equal(t, []string{
+		"error schema " + strconv.Quote(oddSchema), "error index messages_topic_xid_id", "error table boot", "warning table messages",
+		"live publication " + quoteIdentifier(oddSchema),
+	}, kinds(differences))
 	require.Len(t, strings.Split(schema.Errors(differences).Error(), "\n"), 3)
 }
 

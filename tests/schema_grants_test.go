@@ -125,9 +125,10 @@ func TestGrantsForEachPart(t *testing.T) {
 	f := newFixture(t)
 	roles := schema.Roles{Owner: f.role("owner"), Publisher: f.role("publisher"), Consumer: f.role("consumer"), Upkeep: f.role("upkeep")}
 	f.grant(roles)
-	granted := catalog(t, f.pool)
+	granted, publications := catalog(t, f.pool), published(t, f.pool)
 	f.grant(roles)
 	require.Equal(t, granted, catalog(t, f.pool), "running the script again changes nothing")
+	require.Equal(t, publications, published(t, f.pool))
 
 	require.Equal(t, 0, f.number(`SELECT count(*) FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 		WHERE n.nspname = $1 AND c.relowner <> $2::text::regrole`, oddSchema, quoteIdentifier(roles.Owner)), "all of it has one owner")
@@ -143,10 +144,11 @@ func TestGrantsForEachPart(t *testing.T) {
 	_, err = owner.Exec(t.Context(), script)
 	require.NoError(t, err)
 	require.Equal(t, granted, catalog(t, f.pool))
+	require.Equal(t, publications, published(t, f.pool))
+	f.replicates(roles.Consumer)
+	f.replicates(roles.Owner)
 	for _, role := range []string{roles.Owner, roles.Publisher, roles.Consumer, roles.Upkeep} {
-		differences, err := schema.Check(t.Context(), f.poolAs(role), schema.Config{Name: oddSchema})
-		require.NoError(t, err, role)
-		require.Empty(t, differences, role)
+		require.Empty(t, f.check(f.poolAs(role)), role)
 	}
 
 	// From end to end, each part by its own role.
@@ -201,4 +203,102 @@ func TestGrantsForOneRole(t *testing.T) {
 	require.NoError(t, publisherOn(t, pgtest.Pool(t, f.urlAs(role)), outbox.PublisherConfig{}).Publish("orders", sent...))
 	_, messages := f.subscribe(f.consumerOn(config, nil), outbox.SubscriberConfig{}, "orders")
 	requireDelivered(t, messages, sent)
+}
+
+// What only a superuser can give is in the script as a comment. Without the
+// marks it is all that a consumer lacks.
+func TestGrantsSayWhatTheWALNeeds(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	role := f.role("consumer")
+	f.grant(schema.Roles{Consumer: role})
+	pool := f.poolAs(role)
+	require.Equal(t, []string{"live role " + quoteIdentifier(role)}, kinds(f.check(pool)))
+	script, err := schema.Grants(schema.Config{Name: oddSchema}, schema.Roles{Consumer: role})
+	require.NoError(t, err)
+	run := 0
+	for line := range strings.Lines(script) {
+		comment, _ := strings.CutPrefix(line, "-- ")
+		if strings.HasPrefix(comment, "ALTER ROLE ") || strings.HasPrefix(comment, "GRANT pg_read_all_stats ") {
+			f.execRaw(comment)
+			run++
+		}
+	}
+	require.Equal(t, 2, run)
+	require.Empty(t, f.check(pool))
+	require.Equal(t, "true", f.text("SELECT pg_has_role($1::text, 'pg_read_all_stats', 'USAGE')::text", role))
+}
+
+// The publication changes hands with the tables it came with, unless it is
+// somebody else's or the server would refuse that.
+func TestGrantsHandOverThePublication(t *testing.T) {
+	t.Parallel()
+
+	const owner = "SELECT pg_get_userbyid(pubowner)::text FROM pg_catalog.pg_publication"
+	script := func(f *fixture, role string) string {
+		script, err := schema.Grants(schema.Config{Name: oddSchema}, schema.Roles{Owner: role})
+		require.NoError(f.t, err)
+		return script
+	}
+	for name, test := range map[string]func(f *fixture) (want string){
+		"from who installed": func(f *fixture) string {
+			next := f.role("owner")
+			f.grant(schema.Roles{Owner: next})
+			return next
+		},
+		"on to the next owner": func(f *fixture) string {
+			next := f.role("owner")
+			f.grant(schema.Roles{Owner: f.role("owner")})
+			f.grant(schema.Roles{Owner: next})
+			return next
+		},
+		"not if somebody else made it": func(f *fixture) string {
+			other := f.role("other")
+			f.execRaw("ALTER PUBLICATION " + quoteIdentifier(oddSchema) + " OWNER TO " + quoteIdentifier(other))
+			f.grant(schema.Roles{Owner: f.role("owner")})
+			return other
+		},
+		"not if it is of all tables": func(f *fixture) string {
+			before := f.text(owner)
+			quoted := quoteIdentifier(oddSchema)
+			f.execRaw("DROP PUBLICATION " + quoted + "; CREATE PUBLICATION " + quoted + " FOR ALL TABLES")
+			f.grant(schema.Roles{Owner: f.role("owner")})
+			return before
+		},
+		"by the owner, to one who may create publications": func(f *fixture) string {
+			present, next := f.role("owner"), f.role("owner")
+			f.grant(schema.Roles{Owner: present})
+			f.execRaw("GRANT " + quoteIdentifier(next) + " TO " + quoteIdentifier(present) + "; GRANT CREATE ON DATABASE " +
+				quoteIdentifier(f.text("SELECT current_database()::text")) + " TO " + quoteIdentifier(present) + ", " + quoteIdentifier(next))
+			_, err := f.poolAs(present).Exec(f.t.Context(), script(f, next))
+			require.NoError(f.t, err)
+			return next
+		},
+		"by the owner, to one who may not": func(f *fixture) string {
+			present, next := f.role("owner"), f.role("owner")
+			f.grant(schema.Roles{Owner: present})
+			f.execRaw("GRANT " + quoteIdentifier(next) + " TO " + quoteIdentifier(present) + "; GRANT CREATE ON DATABASE " +
+				quoteIdentifier(f.text("SELECT current_database()::text")) + " TO " + quoteIdentifier(present))
+			f.exec("GRANT CREATE ON SCHEMA outbox TO " + quoteIdentifier(next))
+			_, err := f.poolAs(present).Exec(f.t.Context(), script(f, next))
+			require.NoError(f.t, err)
+			return present
+		},
+		"and not at all where there is none": func(f *fixture) string {
+			f.execRaw("DROP PUBLICATION " + quoteIdentifier(oddSchema))
+			f.grant(schema.Roles{Owner: f.role("owner")})
+			return ""
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			f := newFixture(t)
+			want := test(f)
+			require.Equal(t, want, f.text("SELECT coalesce(("+owner+"), '')"))
+			require.Equal(t, 0, f.number(`SELECT count(DISTINCT c.relowner) - 1 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+				WHERE n.nspname = $1 AND c.relkind IN ('r', 'p')`, oddSchema))
+		})
+	}
 }

@@ -16,7 +16,7 @@ import (
 // oddNames are names of schemas that PostgreSQL takes.
 var oddNames = []string{
 	"outbox", "Outbox", "OUTBOX", `My "odd" Schema`, "it's", "a;b", "; DROP TABLE t;--", "a.b", "$body$", "$body_$ $body$", "$1", ":schema",
-	`back\slash`, `\`, `E'\''`, "ünïcode", "select", " ", "outbox.", "SCHEMA outbox", "%I", strings.Repeat("n", 63), strings.Repeat("é", 31) + "n",
+	"two\nlines", "\r--", `back\slash`, `\`, `E'\''`, "ünïcode", "select", " ", "outbox.", "SCHEMA outbox", "%I", strings.Repeat("n", 63), strings.Repeat("é", 31) + "n",
 }
 
 // Several outboxes in one database, each under a name that would do harm if it
@@ -40,6 +40,7 @@ func TestMigrateOddNames(t *testing.T) {
 	names, err = pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	require.ElementsMatch(t, oddNames, names)
+	require.ElementsMatch(t, oddNames, publicationNames(t, pool))
 
 	for _, name := range oddNames {
 		publisher, err := outbox.NewPublisher(pool, outbox.PublisherConfig{Schema: name}, nil)
@@ -76,6 +77,10 @@ func TestMigrateRefusesNames(t *testing.T) {
 		_, err = schema.Grants(schema.Config{Name: name}, schema.Roles{})
 		require.ErrorContains(t, err, problem)
 		_, err = schema.Check(t.Context(), pool, schema.Config{Name: name})
+		require.ErrorContains(t, err, problem)
+		_, err = schema.CheckLive(t.Context(), pool, schema.Config{Name: name})
+		require.ErrorContains(t, err, problem)
+		_, err = schema.PublicationSQL(schema.Config{Name: name})
 		require.ErrorContains(t, err, problem)
 	}
 	require.Equal(t, before, catalog(t, pool))

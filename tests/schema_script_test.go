@@ -27,7 +27,7 @@ func runScript(t testing.TB, url, script string) error {
 func TestScriptMakesWhatMigrateMakes(t *testing.T) {
 	t.Parallel()
 
-	for _, name := range []string{"outbox", oddSchema, "$body$", `back\slash`, "SCHEMA outbox", ":schema"} {
+	for _, name := range []string{"outbox", oddSchema, "$body$", `back\slash`, "SCHEMA outbox", ":schema", "two\nlines"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 
@@ -41,6 +41,7 @@ func TestScriptMakesWhatMigrateMakes(t *testing.T) {
 			require.NoError(t, runScript(t, scripted, script))
 
 			require.Equal(t, catalog(t, migratedPool), catalog(t, scriptedPool))
+			require.Equal(t, published(t, migratedPool), published(t, scriptedPool))
 			require.Equal(t, meta(t, migratedPool, name), meta(t, scriptedPool, name))
 			require.NoError(t, schema.Migrate(t.Context(), scriptedPool, config))
 			require.Equal(t, catalog(t, migratedPool), catalog(t, scriptedPool))
@@ -49,6 +50,7 @@ func TestScriptMakesWhatMigrateMakes(t *testing.T) {
 			old := pgtest.Database(t)
 			require.NoError(t, runScript(t, withParameter(t, old, "standard_conforming_strings", "off"), script))
 			require.Equal(t, catalog(t, migratedPool), catalog(t, pgtest.Pool(t, old)))
+			require.Equal(t, published(t, migratedPool), published(t, pgtest.Pool(t, old)))
 		})
 	}
 }
@@ -79,7 +81,7 @@ func TestScriptRefusesAnotherVersion(t *testing.T) {
 	require.Error(t, runScript(t, f.url, first), "all of it is there already")
 	require.NoError(t, runScript(t, f.url, next), "nothing is missing")
 	require.Equal(t, before, catalog(t, f.pool))
-	require.Equal(t, "1", f.text("SELECT value::text FROM outbox.meta WHERE key = 'version'"))
+	require.Equal(t, schema.Version, f.number("SELECT value::int FROM outbox.meta WHERE key = 'version'"))
 
 	f.exec("UPDATE outbox.meta SET value = '7' WHERE key = 'version'")
 	require.ErrorContains(t, runScript(t, f.url, next), "division by zero")

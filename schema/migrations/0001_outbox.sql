@@ -1,6 +1,6 @@
--- The tables of the outbox. Written for the schema named outbox: the loader
--- puts the configured name in place of that prefix, and fills in the values
--- that begin with a colon.
+-- The tables, written for the schema named outbox: the loader puts the
+-- configured name in place of that prefix, and fills in the values that begin
+-- with a colon.
 
 -- The cluster's system identifier: rows written on one cluster can be told
 -- from rows restored into another, where transaction ids start again. Declared
