@@ -36,7 +36,11 @@ var sessionSettings = map[string]string{
 // consumerPool is the configuration of a Consumer's own pool.
 func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 	pool := db.Copy()
-	pool.MaxConns = int32(config.MaxConns - 1) //nolint:gosec // a small number
+	reserved := 2
+	if config.Mode == ModePoll {
+		reserved = 1
+	}
+	pool.MaxConns = int32(config.MaxConns - reserved) //nolint:gosec // a small number
 	pool.MinConns = 0
 	pool.MinIdleConns = 0
 	params := maps.Clone(pool.ConnConfig.RuntimeParams)
@@ -132,7 +136,8 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 
 // reservedConn is one connection outside every pool, made as the pool makes its
 // own, opened when it is first needed and again after a failure. It has one
-// user, the goroutine that renews the lease; close comes when that has ended.
+// user, the goroutine that renews the lease or that of the stream; close comes
+// when that has ended.
 type reservedConn struct {
 	config *pgxpool.Config
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -14,6 +15,7 @@ import (
 
 	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/live"
 	"github.com/millrace/watermill-outbox/internal/watch"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
@@ -22,9 +24,9 @@ import (
 const (
 	// DefaultMaxConns is the most connections a Consumer opens.
 	DefaultMaxConns = 8
-	// MinMaxConns leaves one connection for pages and positions beside the one
-	// that is reserved for the lease.
-	MinMaxConns = 2
+	// MinMaxConns leaves one connection for pages and positions beside the two
+	// that are reserved, for the lease and for the WAL.
+	MinMaxConns = 3
 
 	// DefaultPollInterval is the longest time between two looks for messages.
 	DefaultPollInterval = 100 * time.Millisecond
@@ -61,12 +63,34 @@ type ConsumerConfig struct {
 	// schema.DefaultName ("outbox").
 	Schema string
 
+	// Mode says where new messages are found: in the write-ahead log when that
+	// is possible (ModeAuto), or by polling alone (ModePoll). Defaults to
+	// ModeAuto.
+	Mode Mode
+
 	// MaxConns is the most connections this process uses for consuming,
 	// however many subscribers hang on the Consumer; one of them is reserved
-	// for the lease. They are none of the application's, so neither starves
-	// the other. More help when many topics are busy at once. At least
-	// MinMaxConns. Defaults to DefaultMaxConns.
+	// for the lease, and unless ModePoll is set one for the WAL, whose
+	// replication connection comes on top (it counts against max_wal_senders).
+	// They are none of the application's, so neither starves the other. More
+	// help when many topics are busy at once. At least MinMaxConns. Defaults to
+	// DefaultMaxConns.
 	MaxConns int
+
+	// LiveBytes bounds the memory for messages that came from the WAL and were
+	// not taken by their subscriptions yet. When it is used up the subscription
+	// with the most goes back to the table, so too little makes subscriptions
+	// leave the WAL at every burst, and too much only costs memory while
+	// handlers are slow. At least MinLiveBytes. Defaults to DefaultLiveBytes.
+	LiveBytes int
+
+	// MaxSlotWAL is how many bytes of WAL the server may have to keep for the
+	// stream's replication slot, which a long transaction anywhere on the server
+	// pins. Beyond it the slot is given up until that transaction has ended.
+	// Too little gives up the WAL for transactions that are nothing special, too
+	// much fills the server's disk. At least MinMaxSlotWAL. Defaults to
+	// DefaultMaxSlotWAL.
+	MaxSlotWAL int64
 
 	// PollInterval is the longest time between two looks for new messages: one
 	// statement per process, whatever the number of topics. It is the delay a
@@ -96,7 +120,10 @@ type ConsumerConfig struct {
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.Schema = cmp.Or(c.Schema, schema.DefaultName)
+	c.Mode = cmp.Or(c.Mode, ModeAuto)
 	c.MaxConns = cmp.Or(c.MaxConns, DefaultMaxConns)
+	c.LiveBytes = cmp.Or(c.LiveBytes, DefaultLiveBytes)
+	c.MaxSlotWAL = cmp.Or(c.MaxSlotWAL, DefaultMaxSlotWAL)
 	c.PollInterval = cmp.Or(c.PollInterval, DefaultPollInterval)
 	c.CheckpointInterval = cmp.Or(c.CheckpointInterval, DefaultCheckpointInterval)
 	c.Lease = cmp.Or(c.Lease, DefaultLease)
@@ -109,6 +136,12 @@ func (c ConsumerConfig) validate() error {
 		return fmt.Errorf("outbox: ConsumerConfig.Schema: %w", err)
 	}
 	switch {
+	case c.Mode != ModeAuto && c.Mode != ModePoll && c.Mode != ModeWAL:
+		return fmt.Errorf("outbox: ConsumerConfig.Mode must be %q, %q or %q, is %q", ModeAuto, ModePoll, ModeWAL, c.Mode)
+	case c.LiveBytes < MinLiveBytes:
+		return fmt.Errorf("outbox: ConsumerConfig.LiveBytes must be at least %d, is %d", MinLiveBytes, c.LiveBytes)
+	case c.MaxSlotWAL < MinMaxSlotWAL:
+		return fmt.Errorf("outbox: ConsumerConfig.MaxSlotWAL must be at least %d, is %d", MinMaxSlotWAL, c.MaxSlotWAL)
 	case c.MaxConns < MinMaxConns:
 		return fmt.Errorf("outbox: ConsumerConfig.MaxConns must be at least %d, is %d", MinMaxConns, c.MaxConns)
 	case c.PollInterval < MinPollInterval || c.PollInterval > MaxPollInterval:
@@ -126,7 +159,7 @@ func (c ConsumerConfig) validate() error {
 }
 
 // Consumer is one process's side of reading an outbox: it owns the connections,
-// the watcher that looks for new messages, and the process's lease, and shares
+// the watcher that looks for new messages, the stream from the WAL, and the process's lease, and shares
 // them among any number of Subscribers, which are cheap. Make one per process
 // and database, and close it last. It is safe for concurrent use.
 type Consumer struct {
@@ -138,6 +171,11 @@ type Consumer struct {
 	store   *cursor.Store
 	watcher *watch.Watcher
 	leases  *lease.Manager
+	// barrier and live are nil with ModePoll.
+	barrier   *reservedConn
+	live      *live.Source
+	walProven atomic.Bool // a replication connection could be opened
+	since     time.Time
 
 	// background ends the watcher and the leases' upkeep; done is closed when
 	// they have ended.
@@ -149,8 +187,10 @@ type Consumer struct {
 	started     bool
 	closed      bool
 	subscribers map[*Subscriber]struct{}
-	closeErr    error
-	closeDone   chan struct{}
+	// subscriptions are the open ones.
+	subscriptions map[*subscription]struct{}
+	closeErr      error
+	closeDone     chan struct{}
 }
 
 // NewConsumer connects to the database that the pool configuration names, with
@@ -192,8 +232,8 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		beat:        &reservedConn{config: poolConfig},
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
-		subscribers: map[*Subscriber]struct{}{},
-		closeDone:   make(chan struct{}),
+		subscribers: map[*Subscriber]struct{}{}, subscriptions: map[*subscription]struct{}{},
+		since: time.Now(), closeDone: make(chan struct{}),
 	}
 	c.background, c.stop = context.WithCancel(context.Background())
 	c.watcher = watch.New(pool, watch.Config{
@@ -204,7 +244,24 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
 		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
+	if config.Mode != ModePoll {
+		c.barrier = &reservedConn{config: poolConfig}
+		c.live = c.newSource()
+	}
 	return c, nil
+}
+
+// opened and ended keep the list of subscriptions.
+func (c *Consumer) opened(s *subscription) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.subscriptions[s] = struct{}{}
+}
+
+func (c *Consumer) ended(s *subscription) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.subscriptions, s)
 }
 
 // register adds a subscriber, and starts the background with the first.
@@ -234,6 +291,9 @@ func (c *Consumer) start() {
 	c.started = true
 	c.running.Go(func() { c.watcher.Run(c.background) })
 	c.running.Go(func() { c.leases.Run(c.background) })
+	if c.live != nil {
+		c.running.Go(func() { c.live.Run(c.background) })
+	}
 }
 
 // Close closes all Subscribers, gives up what the process holds and closes the
@@ -274,6 +334,9 @@ func (c *Consumer) Close() error {
 		}
 	}
 	c.beat.close()
+	if c.barrier != nil {
+		c.barrier.close()
+	}
 	c.pool.Close()
 	return c.closeErr
 }

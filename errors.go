@@ -65,6 +65,12 @@ var (
 	// to the primary, for instance with target_session_attrs=read-write.
 	ErrReadOnly = errors.New("outbox: the server is read-only")
 
+	// ErrNoWAL is returned by Subscribe in ModeWAL when the write-ahead log
+	// cannot be read; the text says what to change: wal_level, free slots and
+	// WAL senders, the REPLICATION privilege, the publication, or an address
+	// that leads to the server itself and not to a pooler.
+	ErrNoWAL = errors.New("outbox: the WAL cannot be read")
+
 	// ErrRowSecurity is returned by NewConsumer when a row-level security
 	// policy stands between the role and the messages: it would hide some of
 	// them without any error. Grant BYPASSRLS or disable row security there.

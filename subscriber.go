@@ -221,6 +221,9 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 	if err := s.initialize(ctx, topic); err != nil {
 		return nil, err
 	}
+	if err := s.consumer.requireWAL(ctx); err != nil {
+		return nil, fmt.Errorf("outbox: subscribe to topic %q: %w", topic, err)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -233,11 +236,14 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 		base:   context.WithoutCancel(ctx),
 		logger: s.logger.With(watermill.LogFields{"topic": topic}),
 	}
+	sub.status.now = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
+	s.consumer.opened(sub)
 	stop, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.stopping, func() { cancel(ErrSubscriberClosed) })
 	s.running.Go(func() {
 		// The channel is closed before Close learns of it.
 		defer close(out)
+		defer s.consumer.ended(sub)
 		defer unhook()
 		defer cancel(context.Canceled)
 		sub.run(stop)

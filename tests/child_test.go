@@ -42,6 +42,7 @@ func consumeAsChild() error {
 	}
 	consumer, err := outbox.NewConsumer(db, outbox.ConsumerConfig{
 		Schema: oddSchema, PollInterval: 5 * time.Millisecond, CheckpointInterval: childCheckpoint, Lease: lease,
+		Mode: testMode,
 	}, testLogger(nil))
 	if err != nil {
 		return err

@@ -22,7 +22,7 @@ func TestConsumerConfigIsChecked(t *testing.T) {
 		"schema too long":           {outbox.ConsumerConfig{Schema: strings.Repeat("s", 64)}, []string{"Schema", "63"}},
 		"schema of the system's":    {outbox.ConsumerConfig{Schema: "pg_outbox"}, []string{"Schema", "pg_outbox"}},
 		"schema with a NUL":         {outbox.ConsumerConfig{Schema: "a\x00"}, []string{"Schema", "NUL"}},
-		"one connection":            {outbox.ConsumerConfig{MaxConns: 1}, []string{"MaxConns", "at least 2", "is 1"}},
+		"one connection":            {outbox.ConsumerConfig{MaxConns: 1}, []string{"MaxConns", "at least 3", "is 1"}},
 		"negative connections":      {outbox.ConsumerConfig{MaxConns: -1}, []string{"MaxConns", "is -1"}},
 		"polls too often":           {outbox.ConsumerConfig{PollInterval: time.Microsecond}, []string{"PollInterval", "1ms", "1µs"}},
 		"polls too seldom":          {outbox.ConsumerConfig{PollInterval: time.Hour}, []string{"PollInterval", "1m0s", "1h0m0s"}},

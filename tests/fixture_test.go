@@ -1,7 +1,9 @@
 package tests
 
 import (
+	"cmp"
 	"context"
+	"os"
 	"testing"
 	"time"
 
@@ -21,6 +23,10 @@ const oddSchema = `Odd "outbox"; 'x'`
 
 // waitFor is how long a test waits for what must happen.
 const waitFor = 30 * time.Second
+
+// testMode is how consumers read whose test does not say: OUTBOX_TEST_MODE, or
+// the default.
+var testMode = outbox.Mode(cmp.Or(os.Getenv("OUTBOX_TEST_MODE"), string(outbox.ModeAuto)))
 
 // fixture is an outbox in a database of its own.
 type fixture struct {
@@ -78,7 +84,7 @@ func (f *fixture) consumer(change func(*outbox.ConsumerConfig)) *outbox.Consumer
 func (f *fixture) consumerOn(db *pgxpool.Config, change func(*outbox.ConsumerConfig)) *outbox.Consumer {
 	f.t.Helper()
 	config := outbox.ConsumerConfig{
-		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond,
+		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond, Mode: testMode,
 	}
 	if change != nil {
 		change(&config)

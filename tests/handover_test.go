@@ -179,6 +179,7 @@ func (f *fixture) awaitStored(t testing.TB, topic string) {
 	require.Eventually(t, func() bool {
 		return f.number(`SELECT count(*)::int FROM outbox.cursors c LEFT JOIN outbox.messages m
 			ON m.topic = c.topic AND m.era = c.era AND NOT pg_visible_in_snapshot(m.xid, c.p)
+			    AND NOT EXISTS (SELECT FROM jsonb_array_elements(c.ahead) a WHERE (a->>0)::bigint = m.id)
 			WHERE c.topic = $1 AND (m.id IS NOT NULL OR c.holes <> '[]')`, topic) == 0
 	}, waitFor, 5*time.Millisecond, "the position was not stored")
 }

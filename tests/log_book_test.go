@@ -102,7 +102,7 @@ func (b *logBook) await(t testing.TB, n int, text string) []logEntry {
 func (f *fixture) loggedConsumer(db *pgxpool.Config, change func(*outbox.ConsumerConfig)) (*outbox.Consumer, *logBook) {
 	f.t.Helper()
 	config := outbox.ConsumerConfig{
-		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond,
+		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond, Mode: testMode,
 	}
 	if change != nil {
 		change(&config)

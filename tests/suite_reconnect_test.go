@@ -21,7 +21,7 @@ import (
 // it cannot run under the race detector; TestReconnect does the same without.
 func TestWatermillSuiteReconnect(t *testing.T) {
 	f, server := newOwnFixture(t, pgtest.Options{})
-	s := newSuite(t, f)
+	s := newSuite(t, f, testMode)
 	restarts := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		assert.NoError(t, server.Restart(context.Background(), pgtest.Fast))
 	}))

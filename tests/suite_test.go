@@ -31,9 +31,9 @@ type suite struct {
 	consumer *outbox.Consumer
 }
 
-func newSuite(t *testing.T, f *fixture) *suite {
+func newSuite(t *testing.T, f *fixture, mode outbox.Mode) *suite {
 	return &suite{fixture: f, consumer: f.consumer(func(config *outbox.ConsumerConfig) {
-		config.MaxConns = outbox.DefaultMaxConns
+		config.Mode = mode
 	})}
 }
 
@@ -60,19 +60,40 @@ func (s *suite) ownGroup(t *testing.T) (message.Publisher, message.Subscriber) {
 	return s.pair(t, watermill.NewUUID())
 }
 
+// modes are all modes of a Consumer.
+var modes = []outbox.Mode{outbox.ModePoll, outbox.ModeAuto, outbox.ModeWAL}
+
+// TestWatermillSuite runs Watermill's own tests in every mode, on a server of
+// its own: on a shared one the stream would wait for other tests' transactions.
 func TestWatermillSuite(t *testing.T) {
-	for name, exactlyOnce := range map[string]bool{"at least once": false, "exactly once": true} {
-		t.Run(name, func(t *testing.T) {
-			s := newSuite(t, newFixture(t))
-			wmtests.TestPubSub(t, suiteFeatures(exactlyOnce), s.sharedGroup, s.pair)
+	for _, mode := range modes {
+		t.Run(string(mode), func(t *testing.T) {
+			f, _ := newOwnFixture(t, pgtest.Options{Settings: map[string]string{"max_connections": "300"}})
+			for name, exactlyOnce := range map[string]bool{"at least once": false, "exactly once": true} {
+				t.Run(name, func(t *testing.T) {
+					s := newSuite(t, f, mode)
+					s.awaitSource(t, mode)
+					wmtests.TestPubSub(t, suiteFeatures(exactlyOnce), s.sharedGroup, s.pair)
+				})
+			}
+			t.Run("old messages", func(t *testing.T) {
+				s := newSuite(t, f, mode)
+				features := suiteFeatures(false)
+				features.NewSubscriberReceivesOldMessages = true
+				wmtests.TestNewSubscriberReceivesOldMessages(t, wmtests.TestContext{TestID: wmtests.NewTestID(), Features: features}, s.ownGroup)
+			})
 		})
 	}
-	t.Run("old messages", func(t *testing.T) {
-		s := newSuite(t, newFixture(t))
-		features := suiteFeatures(false)
-		features.NewSubscriberReceivesOldMessages = true
-		wmtests.TestNewSubscriberReceivesOldMessages(t, wmtests.TestContext{TestID: wmtests.NewTestID(), Features: features}, s.ownGroup)
-	})
+}
+
+// awaitSource subscribes to a topic of its own, so that the Consumer has a
+// stream, and waits for that, unless it polls.
+func (s *suite) awaitSource(t *testing.T, mode outbox.Mode) {
+	t.Helper()
+	s.subscribe(s.consumer, outbox.SubscriberConfig{}, watermill.NewUUID())
+	if mode != outbox.ModePoll {
+		awaitLive(t, s.consumer)
+	}
 }
 
 // newOwnFixture is an outbox on a server of its own, that may be restarted.

@@ -23,7 +23,7 @@ func TestMessageCommittedInMidWindowIsNotSleptOn(t *testing.T) {
 	looks := &statementCounter{text: watchStatement}
 	db := f.pool.Config()
 	db.ConnConfig.Tracer = looks
-	_, messages := f.subscribe(f.consumerOn(db, nil), outbox.SubscriberConfig{PageSize: 10}, "topic")
+	_, messages := f.subscribe(f.consumerOn(db, func(c *outbox.ConsumerConfig) { c.Mode = outbox.ModePoll }), outbox.SubscriberConfig{PageSize: 10}, "topic")
 	for range 20 {
 		require.NoError(t, publisher.Publish("topic", newMessages(45)...))
 		// The window is open; its third page is not yet read.

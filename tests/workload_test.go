@@ -152,6 +152,10 @@ func (l *ledger) record(t testing.TB, msg *message.Message) {
 	if !assert.NoError(t, json.Unmarshal(msg.Payload, &c)) {
 		return
 	}
+	l.add(c)
+}
+
+func (l *ledger) add(c change) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.delivered = append(l.delivered, c)

@@ -221,13 +221,13 @@ func (s *Store) Beats(ctx context.Context, db DB, wanted []Key) (map[string]int6
 // were still held under their epoch. The others are lost to another process.
 func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, error) {
 	var (
-		groups, topics, ps, steps, holes, pasts []string
-		cs                                      []*string
-		shards                                  []int
-		epochs, eras, floors, tops, ats, atEras []int64
-		releases                                []bool
-		lifeEras                                []int64
-		lives                                   []string
+		groups, topics, ps, steps, holes, pasts, aheads []string
+		cs                                              []*string
+		shards                                          []int
+		epochs, eras, floors, tops, ats, atEras         []int64
+		releases                                        []bool
+		lifeEras                                        []int64
+		lives                                           []string
 	)
 	for _, w := range writes {
 		p := w.State.Position
@@ -242,6 +242,11 @@ func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, 
 		if err != nil {
 			return nil, fmt.Errorf("encode eras of %s: %w", w.Key, err)
 		}
+		ahead, err := json.Marshal(encodeAhead(p.Ahead))
+		if err != nil {
+			return nil, fmt.Errorf("encode rows ahead of %s: %w", w.Key, err)
+		}
+		aheads = append(aheads, string(ahead))
 		var c *string
 		if !p.C.Empty() {
 			text := p.C.String()
@@ -254,7 +259,7 @@ func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, 
 		holes, pasts, releases = append(holes, string(hole)), append(pasts, string(past)), append(releases, w.Release)
 		lifeEras, lives = append(lifeEras, w.Life.Era), append(lives, w.Life.Boot)
 	}
-	rows, err := db.Query(ctx, s.save, s.holder, groups, topics, shards, epochs, eras, ps, floors, steps, cs, tops, ats, atEras, holes, pasts, releases, lifeEras, lives)
+	rows, err := db.Query(ctx, s.save, s.holder, groups, topics, shards, epochs, eras, ps, floors, steps, cs, tops, ats, atEras, holes, pasts, releases, lifeEras, lives, aheads)
 	if err != nil {
 		return nil, fmt.Errorf("store positions: %w", err)
 	}
@@ -288,10 +293,10 @@ func columns(keys []Key) (groups, topics []string, shards []int) {
 // cursor alone.
 func scanHeld(row pgx.CollectableRow) (Held, error) {
 	var h Held
-	var p, holes, past, current string
+	var p, holes, past, ahead, current string
 	var c, boot *string
 	pos := &h.State.Position
-	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past,
+	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past, &ahead,
 		&h.Life.Era, &boot, &current)
 	if err != nil {
 		return Held{}, err
@@ -303,7 +308,7 @@ func scanHeld(row pgx.CollectableRow) (Held, error) {
 	if err != nil {
 		return Held{}, err
 	}
-	h.Err = decodeState(&h.State, p, c, holes, past)
+	h.Err = decodeState(&h.State, p, c, holes, past, ahead)
 	if h.Err == nil {
 		h.Err = checkFuture(h.State.Position, h.Life, now)
 	}
@@ -327,7 +332,7 @@ func checkFuture(pos window.Position, life window.Life, now window.Snapshot) err
 	return nil
 }
 
-func decodeState(state *window.State, p string, c *string, holes, past string) (err error) {
+func decodeState(state *window.State, p string, c *string, holes, past, ahead string) (err error) {
 	pos := &state.Position
 	if pos.P, err = window.ParseSnapshot(p); err != nil {
 		return fmt.Errorf("column p: %w", err)
@@ -347,7 +352,29 @@ func decodeState(state *window.State, p string, c *string, holes, past string) (
 	if pos.Past, err = decodePast(stored); err != nil {
 		return fmt.Errorf("column past: %w", err)
 	}
+	var rows [][2]uint64
+	if err := json.Unmarshal([]byte(ahead), &rows); err != nil {
+		return fmt.Errorf("column ahead: %w", err)
+	}
+	pos.Ahead = decodeAhead(rows)
 	return pos.Validate()
+}
+
+// encodeAhead returns the rows as pairs of id and transaction.
+func encodeAhead(ahead []window.Ahead) [][2]uint64 {
+	rows := make([][2]uint64, len(ahead))
+	for i, a := range ahead {
+		rows[i] = [2]uint64{uint64(a.ID), a.XID} //nolint:gosec // ids are positive
+	}
+	return rows
+}
+
+func decodeAhead(rows [][2]uint64) []window.Ahead {
+	var ahead []window.Ahead
+	for _, row := range rows {
+		ahead = append(ahead, window.Ahead{ID: int64(row[0]), XID: row[1]}) //nolint:gosec // Validate refuses what has wrapped
+	}
+	return ahead
 }
 
 // pastEra is window.PastEra as it is stored.
@@ -356,12 +383,14 @@ type pastEra struct {
 	Floor int64  `json:"floor,omitempty"`
 	C     string `json:"c,omitempty"`
 	At    int64  `json:"at,omitempty"`
+	// Ahead holds pairs of id and transaction.
+	Ahead [][2]uint64 `json:"ahead,omitempty"`
 }
 
 func encodePast(past map[int64]window.PastEra) map[string]pastEra {
 	stored := make(map[string]pastEra, len(past))
 	for era, known := range past {
-		e := pastEra{P: known.P.String(), Floor: known.Floor, At: known.At}
+		e := pastEra{P: known.P.String(), Floor: known.Floor, At: known.At, Ahead: encodeAhead(known.Ahead)}
 		if !known.C.Empty() {
 			e.C = known.C.String()
 		}
@@ -377,7 +406,7 @@ func decodePast(stored map[string]pastEra) (map[int64]window.PastEra, error) {
 		if err != nil {
 			return nil, fmt.Errorf("era %.50q is not a number", text)
 		}
-		known := window.PastEra{Floor: e.Floor, At: e.At}
+		known := window.PastEra{Floor: e.Floor, At: e.At, Ahead: decodeAhead(e.Ahead)}
 		if known.P, err = window.ParseSnapshot(e.P); err != nil {
 			return nil, err
 		}

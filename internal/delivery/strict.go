@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -128,7 +129,12 @@ func (s *Strict) deliver(lease context.Context, row window.Row, metadata map[str
 			// Each delivery has metadata of its own: handlers may change them.
 			metadata, _ = row.DecodeMetadata() // worked before
 		}
-		msg := message.NewMessage(row.UUID, row.Payload)
+		payload := row.Payload
+		if row.Shared {
+			// A handler may change its message.
+			payload = bytes.Clone(payload)
+		}
+		msg := message.NewMessage(row.UUID, payload)
 		msg.Metadata = metadata
 		ctx, cancel := context.WithCancelCause(s.Base)
 		msg.SetContext(s.Wrap(ctx, row, row.Attempt+attempt))

@@ -113,9 +113,9 @@ func (r *Registration) Generation() uint64 {
 	return r.topic.generation
 }
 
-// Wait returns when there was a wake since the generation was seen, when d has
-// passed, or when the context ends.
-func (r *Registration) Wait(ctx context.Context, seen uint64, d time.Duration) {
+// Wait returns when there was a wake since the generation was seen, when also is
+// closed (it may be nil), when d has passed, or when the context ends.
+func (r *Registration) Wait(ctx context.Context, seen uint64, d time.Duration, also <-chan struct{}) {
 	r.watcher.mu.Lock()
 	generation, woken := r.topic.generation, r.topic.woken
 	r.watcher.mu.Unlock()
@@ -126,6 +126,7 @@ func (r *Registration) Wait(ctx context.Context, seen uint64, d time.Duration) {
 	defer timer.Stop()
 	select {
 	case <-woken:
+	case <-also:
 	case <-timer.C:
 	case <-ctx.Done():
 	}

@@ -42,6 +42,15 @@
 // A hole is a row that was handed out and not acknowledged. P and the position
 // move over holes; after a restart they go out first.
 //
+// # Rows ahead of P
+//
+// Rows that come from the write-ahead log are handed out one transaction after
+// the other, in the order of their commits, while P stays behind: it moves when
+// the stream has passed the place in the log that a snapshot was taken at (a
+// sample). Until then the position lists these rows, and windows leave them out.
+// The floor decides only in which of its two steps a window finds a row, so it
+// may be raised to the highest id that was handed out.
+//
 // # Eras
 //
 // Transaction ids mean something only on the cluster that issued them. Each row

@@ -36,6 +36,11 @@ type Position struct {
 	At    int64
 	AtEra int64
 
+	// Ahead are the rows of this era that were handed out although P does not
+	// see them: those that came from the write-ahead log since P was last moved.
+	// The slice is appended to, never changed.
+	Ahead []Ahead
+
 	// Past holds what is known of other eras, by era.
 	Past map[int64]PastEra
 
@@ -52,6 +57,27 @@ type PastEra struct {
 	// were handed out.
 	C  Snapshot
 	At int64
+	// Ahead are rows that were handed out although P does not see them.
+	Ahead []Ahead
+}
+
+// Ahead is a row that was handed out before the window that sees it.
+type Ahead struct {
+	ID int64
+	// XID is the transaction that wrote it: when P sees that, the row need not
+	// be remembered.
+	XID uint64
+}
+
+// unseen returns those of the rows that the snapshot does not see.
+func unseen(ahead []Ahead, by Snapshot) []Ahead {
+	var kept []Ahead
+	for _, a := range ahead {
+		if !by.Sees(a.XID) {
+			kept = append(kept, a)
+		}
+	}
+	return kept
 }
 
 // Hole is a row that was handed out and not acknowledged.
@@ -95,6 +121,11 @@ func (p Position) Validate() error {
 	case p.Step == Main && p.At > 0 && (p.At <= p.Floor || p.At > p.Top):
 		return fmt.Errorf("at %d is outside floor %d and top %d of the window", p.At, p.Floor, p.Top)
 	}
+	for _, a := range p.Ahead {
+		if a.ID <= 0 || a.XID == 0 {
+			return fmt.Errorf("row %d of transaction %d cannot have been handed out ahead", a.ID, a.XID)
+		}
+	}
 	return nil
 }
 
@@ -105,7 +136,7 @@ func (p Position) enterEra(era int64) Position {
 		past[e] = known
 	}
 	if p.Step != Past || !p.P.Empty() {
-		known := PastEra{P: p.P, Floor: p.Floor}
+		known := PastEra{P: p.P, Floor: p.Floor, Ahead: p.Ahead}
 		switch p.Step {
 		case Late:
 			known.C, known.At = p.C, p.At
@@ -118,7 +149,7 @@ func (p Position) enterEra(era int64) Position {
 	next := Earliest(era)
 	if known, ok := p.Past[era]; ok {
 		// Back on a cluster that was left before: its transaction ids go on.
-		next.P, next.Floor = known.P, known.Floor
+		next.P, next.Floor, next.Ahead = known.P, known.Floor, known.Ahead
 	}
 	next.Past = past
 	return next

@@ -69,6 +69,9 @@ type Page struct {
 	Gone []Hole
 
 	start Position
+	// ahead, for rows that came from the write-ahead log, is start.Ahead and
+	// then these rows.
+	ahead []Ahead
 }
 
 // After returns the position when the rows up to and including i have been
@@ -79,11 +82,45 @@ func (p Page) After(i int) Position {
 	}
 	row := p.Rows[i]
 	pos := p.start
+	if p.ahead != nil {
+		n := len(pos.Ahead) + i + 1
+		pos.Ahead = p.ahead[:n:n]
+		return pos
+	}
 	pos.Step, pos.At, pos.AtEra = row.step, row.ID, 0
 	if row.step == Past {
 		pos.AtEra = row.Era
 	}
 	return pos
+}
+
+// Window returns the snapshot up to which the page's window goes, C, or the
+// empty one for a page that belongs to no window.
+func (p Page) Window() Snapshot {
+	if p.ahead != nil || p.Holes {
+		return Snapshot{}
+	}
+	return p.start.C
+}
+
+// LivePage returns the page of rows that came from the write-ahead log, in the
+// order in which their transactions committed. It follows on pos, which is
+// between two windows. With a sample, everything that the sample sees has been
+// handed out when these rows have: it becomes P, unless P sees more already.
+func LivePage(pos Position, life Life, rows []Row, sample Snapshot) Page {
+	page := Page{Rows: rows, Life: life, start: pos, End: pos}
+	page.ahead = make([]Ahead, len(pos.Ahead), len(pos.Ahead)+len(rows)+1)
+	copy(page.ahead, pos.Ahead)
+	for _, row := range rows {
+		page.ahead = append(page.ahead, Ahead{ID: row.ID, XID: row.XID})
+		page.End.Floor = max(page.End.Floor, row.ID)
+	}
+	page.End.Ahead = page.ahead[:len(page.ahead):len(page.ahead)]
+	if !sample.Empty() && sample.Covers(pos.P) {
+		page.End.P = sample
+		page.End.Ahead = unseen(page.ahead, sample)
+	}
+	return page
 }
 
 // Limits bound a page. A page holds at least one row and may pass Bytes by the
@@ -133,7 +170,7 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 	window := pos
 	window.C, window.Top, window.At, window.lateXids = c, head.top, 0, head.lateXids
 	page.start = window
-	switch full, last := head.full(r.Limits, len(page.Rows)); {
+	switch full, last := head.full(r.Limits); {
 	case !full:
 		page.End = window.done()
 	default:
@@ -150,7 +187,7 @@ func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
-	if full, last := head.full(r.Limits, len(page.Rows)); full {
+	if full, last := head.full(r.Limits); full {
 		page.End.At = last.ID
 		page.More = true
 	} else {
@@ -181,7 +218,7 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 		return Page{Life: found, End: pos, More: true}, nil
 	}
 	page.More = true
-	if full, last := head.full(r.Limits, len(page.Rows)); full {
+	if full, last := head.full(r.Limits); full {
 		page.End.At = last.ID
 	} else {
 		page.End.Step, page.End.At = Main, 0
@@ -225,7 +262,7 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 		return page, err
 	}
 	page.More = true
-	switch full, last := head.full(r.Limits, len(page.Rows)); {
+	switch full, last := head.full(r.Limits); {
 	case full:
 		page.End.At, page.End.AtEra = last.ID, last.Era
 	case head.scanned >= pastScan:
@@ -251,7 +288,7 @@ func (r Reader) Holes(ctx context.Context, db Querier, holes []Hole) (page Page,
 	}
 	page.Holes = true
 	answered := len(asked)
-	if full, last := head.full(r.Limits, len(page.Rows)); full {
+	if full, last := head.full(r.Limits); full {
 		// Cut by bytes perhaps: what follows the last row was not answered.
 		answered = 1 + slices.IndexFunc(asked, func(h Hole) bool { return h.Era == last.Era && h.ID == last.ID })
 	}
@@ -295,6 +332,7 @@ func (q *Queries) Now(ctx context.Context, db Querier) (Now, error) {
 // done is the position when the window is through.
 func (p Position) done() Position {
 	p.P, p.C = p.C, Snapshot{}
+	p.Ahead = unseen(p.Ahead, p.P)
 	p.Floor = max(p.Floor, p.Top)
 	p.Step, p.Top, p.At, p.AtEra, p.lateXids = Idle, 0, 0, 0, nil
 	return p
@@ -305,12 +343,14 @@ type header struct {
 	line
 	last  Row
 	bytes int64
+	// rows counts the page's rows, those included that were handed out before.
+	rows int
 }
 
 // full reports whether rows may follow on this page, and its last row. A page
 // that was cut by bytes is as full as one that was cut by rows.
-func (h header) full(limits Limits, rows int) (bool, Row) {
-	return rows > 0 && (rows >= limits.Rows || h.bytes >= int64(limits.Bytes)), h.last
+func (h header) full(limits Limits) (bool, Row) {
+	return h.rows > 0 && (h.rows >= limits.Rows || h.bytes >= int64(limits.Bytes)), h.last
 }
 
 var steps = map[int]Step{1: Late, 2: Main, 3: Past, 4: Idle}
@@ -360,7 +400,30 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, kind pageKin
 	if pos.Step != "" && head.life.Era != pos.Era {
 		return head, Page{Life: head.life, End: pos.enterEra(head.life.Era), More: true}, nil
 	}
+	head.rows = len(page.Rows)
+	page.Rows = pos.withoutAhead(page.Rows)
 	return head, page, nil
+}
+
+// withoutAhead removes the rows that were handed out already.
+func (p Position) withoutAhead(rows []Row) []Row {
+	known := map[Hole]bool{}
+	add := func(era int64, ahead []Ahead) {
+		for _, a := range ahead {
+			known[Hole{Era: era, ID: a.ID}] = true
+		}
+	}
+	if p.Step == Past {
+		for era, past := range p.Past {
+			add(era, past.Ahead)
+		}
+	} else {
+		add(p.Era, p.Ahead)
+	}
+	if len(known) == 0 {
+		return rows
+	}
+	return slices.DeleteFunc(rows, func(row Row) bool { return known[Hole{Era: row.Era, ID: row.ID}] })
 }
 
 // before reports whether r comes before other in a page: late rows before main

@@ -22,6 +22,11 @@ type Row struct {
 	Payload   []byte // nil if NULL
 	CreatedAt time.Time
 	Attempt   int
+	// XID is the transaction that wrote the row, of rows from the write-ahead
+	// log alone.
+	XID uint64
+	// Shared says that others have the same Payload.
+	Shared bool
 
 	step Step
 }

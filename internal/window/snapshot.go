@@ -110,5 +110,8 @@ func (s Snapshot) Equal(other Snapshot) bool {
 // Xmax is one more than the latest transaction that had ended.
 func (s Snapshot) Xmax() uint64 { return s.xmax }
 
+// Xmin is the oldest transaction that was still running, or Xmax.
+func (s Snapshot) Xmin() uint64 { return s.xmin }
+
 // Empty reports whether s is the zero value.
 func (s Snapshot) Empty() bool { return s.xmax <= 1 }

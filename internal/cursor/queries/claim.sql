@@ -33,4 +33,4 @@ SET holder = $1::text, epoch = c.epoch + 1, updated_at = now()
 FROM free
 WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shard = free.shard
 RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
-    c.holes::text, c.past::text, outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text
+    c.holes::text, c.past::text, c.ahead::text, outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text

@@ -1,0 +1,568 @@
+package live
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/millrace/watermill-outbox/internal/window"
+	"github.com/millrace/watermill-outbox/replication"
+)
+
+// Why a session ends, beside the errors of package replication.
+var (
+	errOtherServer        = errors.New("the server is another")
+	errPublicationChanged = errors.New("the publication was altered or dropped")
+	errPinned             = errors.New("the slot keeps too much WAL")
+)
+
+const (
+	// heldPause is the first pause before a held transaction is looked for
+	// again, maxHeldPause the longest.
+	heldPause    = 200 * time.Microsecond
+	maxHeldPause = 50 * time.Millisecond
+	// maxSamples bounds the samples that the stream has not passed.
+	maxSamples = 256
+	// steady is how long the stream must keep up before readers attach again.
+	steady = time.Second
+	// idleTicks is how many ticks pass between two samples when nobody is
+	// attached.
+	idleTicks = 4
+	// pinnedInterval is how often the slot is looked at.
+	pinnedInterval = 2 * time.Second
+)
+
+// unknown is the begin of a topic that the stream has only just heard of.
+const unknown = ^uint64(0)
+
+// session is one stream, from its slot to its end.
+type session struct {
+	source *Source
+	slot   string
+	base   identity
+	// begin is the xid from which on every transaction is in the stream.
+	begin uint64
+	began time.Time
+	// news tells the dispatcher that there are rows.
+	news chan struct{}
+
+	// Of the dispatcher alone.
+	held time.Duration // the pause before the next look for held transactions
+
+	mu     sync.Mutex
+	stream *replication.Stream
+	topics map[string]*topic
+	log    *table
+	// transactions are those received and not handed over, in the order of
+	// their commits. The last may still be coming in.
+	transactions []*transaction
+	current      *transaction
+	// received is how far the stream has come: every transaction that ends at
+	// or before it is in transactions, or was.
+	received replication.LSN
+	// bytes counts what is in transactions and in buffers.
+	bytes int
+	// foreign counts rows that were not written by their own transaction.
+	foreign uint64
+	samples []sample
+	// lagging says that samples are not passed; healthy since when they are.
+	lagging bool
+	healthy time.Time
+	// ended says that no reader may attach any more.
+	ended bool
+}
+
+// topic is one that readers want.
+type topic struct {
+	session *session
+	name    string
+	readers int
+	// begin is 0 for topics that were wanted when the stream began, unknown at
+	// first for those that came later.
+	begin uint64
+	// asked says that an id is being drawn for begin.
+	asked bool
+	// ready says that a snapshot was seen which fits Buffer.Follow, and so will
+	// all later ones.
+	ready   bool
+	buffers []*Buffer
+}
+
+// from returns the xid from which on every transaction's rows of this topic are
+// in the stream.
+func (t *topic) from() uint64 { return max(t.begin, t.session.begin) }
+
+// transaction is one that has committed.
+type transaction struct {
+	xid  uint32
+	rows []bufferedRow
+	// bytes is the size of rows.
+	bytes int
+	// visible says that a barrier saw it: its rows pass as they come.
+	visible bool
+	// complete says that its Commit was received.
+	complete bool
+	// refused are the topics of which a row did not fit.
+	refused map[string]struct{}
+}
+
+type bufferedRow struct {
+	topic *topic
+	group string
+	row   window.Row
+}
+
+// empty reports that there is nothing to hand over.
+func (t *transaction) empty() bool { return len(t.rows) == 0 && len(t.refused) == 0 }
+
+// receive takes what the stream says. It runs in the stream's goroutine and must
+// not wait.
+func (s *session) receive(event replication.Event) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch e := event.(type) {
+	case *replication.Begin:
+		s.current = &transaction{xid: e.XID}
+		s.transactions = append(s.transactions, s.current)
+	case *replication.Insert:
+		if s.current == nil {
+			return fmt.Errorf("insert at %s outside of a transaction", e.LSN)
+		}
+		return s.insert(e)
+	case *replication.Commit:
+		if s.current == nil {
+			return fmt.Errorf("commit at %s without a beginning", e.CommitLSN)
+		}
+		s.current.complete = true
+		if s.current.empty() {
+			s.transactions = s.transactions[:len(s.transactions)-1]
+		}
+		s.current = nil
+		s.passed(e.EndLSN)
+	case *replication.Keepalive:
+		s.passed(e.WALEnd)
+	}
+	return nil // the rest is other tables' and other people's business
+}
+
+// passed notes how far the stream has come, and confirms it: the tables keep
+// what readers have not handled.
+func (s *session) passed(lsn replication.LSN) {
+	if lsn <= s.received {
+		return
+	}
+	s.received = lsn
+	if s.stream != nil {
+		_ = s.stream.Confirm(lsn) // fails when the stream has ended, which is seen elsewhere
+	}
+}
+
+func (s *session) insert(e *replication.Insert) error {
+	if s.log == nil || s.log.relation != e.Relation {
+		if e.Relation.Name != "messages" || e.Relation.Schema != s.source.config.Schema {
+			return nil // somebody has added a table to the publication
+		}
+		t, err := newTable(e.Relation)
+		if err != nil {
+			return fmt.Errorf("insert at %s: %w", e.LSN, err)
+		}
+		s.log = t
+	}
+	if len(e.New) != len(e.Relation.Columns) {
+		return fmt.Errorf("insert at %s: %d values for %d columns", e.LSN, len(e.New), len(e.Relation.Columns))
+	}
+	wanted := s.topics[string(s.log.value(e.New, columnTopic).Data)]
+	if wanted == nil {
+		return nil
+	}
+	t := s.current
+	row, group, err := s.log.row(e.New)
+	switch {
+	case err != nil:
+		return fmt.Errorf("insert at %s: %w", e.LSN, err)
+	case row.Era != s.base.life.Era || uint32(row.XID&0xffffffff) != t.xid:
+		// Restored or copied in. Windows find such rows by what they say of
+		// themselves, or, as with polling, not at all.
+		s.foreign++
+		return nil
+	}
+	size := rowSize(&row)
+	if !s.fits(size) {
+		if t.refused == nil {
+			t.refused = map[string]struct{}{}
+		}
+		t.refused[wanted.name] = struct{}{}
+	} else {
+		t.rows = append(t.rows, bufferedRow{topic: wanted, group: group, row: row})
+		t.bytes += size
+		s.bytes += size
+	}
+	select {
+	case s.news <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// fits makes room by closing the fullest buffers.
+func (s *session) fits(size int) bool {
+	for s.bytes+size > s.source.config.Bytes {
+		var fullest *Buffer
+		for _, t := range s.topics {
+			for _, b := range t.buffers {
+				if b.bytes > 0 && (fullest == nil || b.bytes > fullest.bytes) {
+					fullest = b
+				}
+			}
+		}
+		if fullest == nil {
+			return false
+		}
+		s.detach(fullest, errRefused, true)
+	}
+	return true
+}
+
+// detach closes a buffer. What is in it may be taken, unless it is dropped.
+func (s *session) detach(b *Buffer, why error, drop bool) {
+	if b.closed == nil {
+		b.closed = why
+		for i, other := range b.topic.buffers {
+			if other == b {
+				b.topic.buffers = append(b.topic.buffers[:i:i], b.topic.buffers[i+1:]...)
+				break
+			}
+		}
+	}
+	if drop {
+		s.bytes -= b.bytes
+		b.rows, b.marks, b.bytes = nil, nil, 0
+	}
+	b.signal()
+}
+
+// detachAll closes all buffers.
+func (s *session) detachAll(why error, drop bool) {
+	for _, t := range s.topics {
+		for len(t.buffers) > 0 {
+			s.detach(t.buffers[0], why, drop)
+		}
+	}
+}
+
+// attach registers a buffer for a topic's reader, or returns nil while the
+// stream is not there for it.
+func (s *session) attach(name, group string) *Buffer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t := s.attachable(name)
+	if t == nil {
+		return nil
+	}
+	b := &Buffer{session: s, topic: t, group: group, ready: make(chan struct{}, 1)}
+	t.buffers = append(t.buffers, b)
+	return b
+}
+
+// attachable returns the topic if its readers may attach. Called with mu held.
+func (s *session) attachable(name string) *topic {
+	t := s.topics[name]
+	if s.ended || s.lagging || t == nil || !t.ready {
+		return nil
+	}
+	return t
+}
+
+// want counts a reader of a topic.
+func (s *session) want(name string, begin uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t := s.topics[name]
+	if t == nil {
+		t = &topic{session: s, name: name, begin: begin}
+		s.topics[name] = t
+	}
+	t.readers++
+}
+
+func (s *session) unwant(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if t := s.topics[name]; t != nil {
+		if t.readers--; t.readers == 0 {
+			delete(s.topics, name)
+		}
+	}
+}
+
+// run hands over what comes in until the stream or the context ends, and
+// returns why.
+func (s *session) run(ctx context.Context) error {
+	tick := time.NewTicker(s.source.config.Tick)
+	defer tick.Stop()
+	look := time.NewTicker(pinnedInterval)
+	defer look.Stop()
+	again := time.NewTimer(time.Hour)
+	defer again.Stop()
+	ticks := 0
+	for {
+		due := false
+		select {
+		case <-s.news:
+		case <-again.C:
+		case <-tick.C:
+			if ticks++; ticks%idleTicks != 0 && s.unattended() {
+				continue
+			}
+			due = true
+		case <-look.C:
+			if !s.source.isWanted() {
+				return errIdle
+			}
+			if err := s.source.checkPinned(ctx, s.slot); err != nil {
+				return err
+			}
+			continue
+		case <-s.stream.Done():
+			return s.stream.Err()
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		if err := s.step(ctx, due); err != nil {
+			return err
+		}
+		if s.held > 0 {
+			again.Reset(s.held)
+		}
+	}
+}
+
+// unattended reports whether the session is not new, and no reader is attached:
+// the readers poll, and that is load enough.
+func (s *session) unattended() bool {
+	if time.Since(s.began) < steady {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, t := range s.topics {
+		if len(t.buffers) > 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// step hands over what is visible. With due, it takes a sample in any case.
+func (s *session) step(ctx context.Context, due bool) error {
+	s.mu.Lock()
+	received := s.received
+	asks := due
+	for _, t := range s.transactions {
+		asks = asks || !t.visible && !t.empty()
+	}
+	if !asks {
+		s.handOver()
+		s.mu.Unlock()
+		return nil
+	}
+	s.mu.Unlock()
+
+	answer, err := s.source.ask(ctx)
+	if err != nil {
+		return err
+	}
+	if err := s.base.differs(answer.identity); err != nil {
+		return err
+	}
+	if due {
+		if err := s.settle(ctx, answer); err != nil {
+			return err
+		}
+	}
+
+	s.mu.Lock()
+	holds := false
+	for _, t := range s.transactions {
+		if !t.visible {
+			t.visible = answer.snapshot.Sees(replication.WidenXID(t.xid, answer.snapshot.Xmax()))
+			holds = holds || !t.visible && !t.empty()
+		}
+	}
+	s.handOver()
+	s.sample(answer, received)
+	before := s.lagging
+	if due {
+		s.watchLag(answer.at)
+	}
+	after, behind := s.lagging, s.received < answer.insert
+	s.mu.Unlock()
+
+	switch {
+	case !holds:
+		s.held = 0
+	case s.held == 0:
+		s.held = heldPause
+	default:
+		s.held = min(2*s.held, maxHeldPause)
+	}
+	switch {
+	case after && !before:
+		s.source.set(Lagging, errLagging.Error(), true)
+	case before && !after:
+		s.source.set(Open, "", true)
+	}
+	if due && behind {
+		s.stream.Ping()
+	}
+	return nil
+}
+
+// handOver puts the rows of visible transactions into the buffers. Called with
+// mu held.
+func (s *session) handOver() {
+	kept := s.transactions[:0]
+	for _, t := range s.transactions {
+		if t.visible {
+			s.handOverOne(t)
+		}
+		// One that is coming in stays, so that its next rows have a place.
+		if !t.visible || !t.complete {
+			kept = append(kept, t)
+		}
+	}
+	clear(s.transactions[len(kept):])
+	s.transactions = kept
+}
+
+func (s *session) handOverOne(t *transaction) {
+	for name := range t.refused {
+		if topic := s.topics[name]; topic != nil {
+			for len(topic.buffers) > 0 {
+				s.detach(topic.buffers[0], errRefused, true)
+			}
+		}
+	}
+	s.bytes -= t.bytes
+	for first := 0; first < len(t.rows); {
+		topic := t.rows[first].topic
+		after := first + 1
+		for after < len(t.rows) && t.rows[after].topic == topic {
+			after++
+		}
+		rows := t.rows[first:after]
+		if len(topic.buffers) > 1 {
+			for i := range rows {
+				rows[i].row.Shared = true
+			}
+		}
+		for _, b := range topic.buffers {
+			b.add(rows)
+		}
+		first = after
+	}
+	t.rows, t.bytes, t.refused = nil, 0, nil
+}
+
+// sample notes a new sample, and passes on the last one that holds: received is
+// how far the stream had come before the answer was asked for, so everything
+// that an earlier sample saw up to there has been handed over.
+func (s *session) sample(answer sample, received replication.LSN) {
+	passed := 0
+	for passed < len(s.samples) && s.samples[passed].insert <= received {
+		passed++
+	}
+	if passed > 0 {
+		last := s.samples[passed-1]
+		for _, t := range s.topics {
+			for _, b := range t.buffers {
+				b.mark(last)
+			}
+		}
+		s.samples = append(s.samples[:0], s.samples[passed:]...)
+	}
+	if n := len(s.samples); n >= maxSamples {
+		s.samples[n-1] = answer // the first tells the lag, the last is the newest
+		return
+	}
+	s.samples = append(s.samples, answer)
+}
+
+// watchLag sees whether the stream keeps up.
+func (s *session) watchLag(now time.Time) {
+	behind := false
+	for _, sample := range s.samples {
+		if sample.flush > s.received {
+			behind = now.Sub(sample.at) > s.source.config.Lag
+			break
+		}
+	}
+	switch {
+	case behind && !s.lagging:
+		s.lagging = true
+		s.healthy = time.Time{}
+		s.detachAll(errLagging, false)
+	case behind:
+		s.healthy = time.Time{}
+	case s.lagging && s.healthy.IsZero():
+		s.healthy = now
+	case s.lagging && now.Sub(s.healthy) >= steady:
+		s.lagging = false
+	}
+}
+
+// settle lets the readers of a topic attach when the snapshot shows that all
+// transactions have ended whose rows might not be in the stream, and finds out
+// where topics begin that came later.
+func (s *session) settle(ctx context.Context, answer sample) error {
+	s.mu.Lock()
+	later, woken, waits, ready := false, false, false, false
+	for _, t := range s.topics {
+		switch {
+		case t.begin == unknown:
+			t.asked, later = true, true
+		case t.ready:
+			ready = true
+		case answer.snapshot.Xmin() >= t.from():
+			t.ready, woken = true, true
+		default:
+			waits = true
+		}
+	}
+	lagging := s.lagging
+	s.mu.Unlock()
+	switch {
+	case lagging:
+	case woken:
+		s.source.set(Open, "", true)
+	case waits && !ready && time.Since(s.began) > steady:
+		s.source.set(Waiting, "a transaction that was running when the slot was made has not ended", false)
+	}
+	if !later {
+		return nil
+	}
+	n, err := s.source.drawXID(ctx)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, t := range s.topics {
+		// One that has come since the id was drawn waits for the next.
+		if t.begin == unknown && t.asked {
+			t.begin = n
+		}
+	}
+	return nil
+}
+
+// end closes all buffers. If the server may be another, what was not taken must
+// not be: the rows may not exist there.
+func (s *session) end(why error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ended = true
+	s.detachAll(why, errors.Is(why, errOtherServer))
+}

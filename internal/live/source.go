@@ -1,0 +1,499 @@
+package live
+
+import (
+	"context"
+	"embed"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/replication"
+	"github.com/millrace/watermill-outbox/schema"
+)
+
+//go:embed queries/*.sql
+var queries embed.FS
+
+const (
+	// oldTransaction is how old a running transaction may be for a slot to be
+	// created, which waits for it.
+	oldTransaction = 3 * time.Second
+	// lockTimeout ends the creation of a slot on the server, should this process
+	// be killed meanwhile.
+	lockTimeout = "2s"
+	// senderTimeout is how long the server keeps a stream, and its slot, of
+	// which it hears nothing.
+	senderTimeout = "10s"
+	// openTimeout bounds the opening of a stream.
+	openTimeout = 20 * time.Second
+	// recheckInterval is how often a reason that takes a person is looked at
+	// again, holderInterval one that takes the end of a transaction.
+	recheckInterval = 30 * time.Second
+	holderInterval  = time.Second
+	// proven is how long a stream must have lasted for the back-off to begin
+	// again.
+	proven = 30 * time.Second
+
+	readBuffer = 256 << 10
+)
+
+// errHolder says that a stream has to wait for a transaction.
+var errHolder = errors.New("a transaction has been running for long")
+
+// errImpossible says that a person has to change something.
+var errImpossible = errors.New("the WAL cannot be read")
+
+// DB runs one statement at a time.
+type DB interface {
+	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
+}
+
+// Config of a Source; all of it is needed.
+type Config struct {
+	Schema      string
+	Publication string
+	// Connect opens a replication connection.
+	Connect func(ctx context.Context, options replication.ConnectOptions) (*replication.Conn, error)
+	// Barrier runs the statements on which delivery waits, DB all others.
+	Barrier, DB DB
+	// Problems says what a person has to change before the WAL can be read.
+	Problems func(ctx context.Context) ([]string, error)
+	// Tick is the time between two samples when nothing comes in.
+	Tick time.Duration
+	// Lag is how long a sample may not be passed.
+	Lag time.Duration
+	// Bytes bounds what is between the connection and the readers.
+	Bytes int
+	// MaxPinned is how much WAL the slot may keep.
+	MaxPinned int64
+	// Timeout bounds the barrier's statement.
+	Timeout time.Duration
+	// Failed is told of each statement that failed.
+	Failed func(err error)
+	Logger watermill.LoggerAdapter
+}
+
+// State says what the stream does.
+type State string
+
+// The states; see the package documentation.
+const (
+	Idle    State = "idle"
+	Opening State = "opening"
+	Open    State = "open"
+	Lagging State = "lagging"
+	Waiting State = "waiting"
+)
+
+// Status is how things stand.
+type Status struct {
+	State State
+	// Reason says why it is not open.
+	Reason string
+	Since  time.Time
+	// Slot is the name of the replication slot, if there is a stream.
+	Slot string
+	// Received is how far the stream has come.
+	Received replication.LSN
+	// Buffered is how many bytes wait for the dispatcher or for readers.
+	Buffered int
+	// Attached is how many readers get their rows from the stream.
+	Attached int
+	// Foreign counts the rows that the stream left out, since they were not
+	// written by the transaction that they name.
+	Foreign uint64
+}
+
+// Source opens the stream when readers want it, and again when it was lost. Run
+// does its work; the other methods may be called at any time, concurrently.
+type Source struct {
+	config  Config
+	queries struct{ barrier, oldest, pinned string }
+
+	mu      sync.Mutex
+	wanted  map[string]int // topics, and how many readers want each
+	started chan struct{}  // gets something when the first wants
+	session *session
+	status  Status
+	changed chan struct{} // closed and replaced when readers may attach, or not
+	// holder is a transaction whose end must be awaited, 0 if none.
+	holder uint64
+}
+
+// New returns a source.
+func New(config Config) *Source {
+	s := &Source{
+		config: config, wanted: map[string]int{}, started: make(chan struct{}, 1),
+		status: Status{State: Idle, Since: time.Now()}, changed: make(chan struct{}),
+	}
+	text := func(file string) string {
+		content, err := queries.ReadFile("queries/" + file + ".sql")
+		if err != nil {
+			panic(err) // embedded: cannot be missing
+		}
+		return schema.Text(config.Schema, string(content))
+	}
+	s.queries.barrier, s.queries.oldest, s.queries.pinned = text("barrier"), text("oldest"), text("pinned")
+	return s
+}
+
+// Interest is a reader's wish for a topic's rows.
+type Interest struct {
+	source *Source
+	topic  string
+}
+
+// Want says that a reader would attach. While nobody does, no stream is open.
+func (s *Source) Want(name string) *Interest {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.wanted[name]++
+	if s.session != nil {
+		s.session.want(name, unknown)
+	}
+	select {
+	case s.started <- struct{}{}:
+	default:
+	}
+	return &Interest{source: s, topic: name}
+}
+
+// Close ends the interest.
+func (i *Interest) Close() {
+	s := i.source
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.wanted[i.topic]--; s.wanted[i.topic] == 0 {
+		delete(s.wanted, i.topic)
+	}
+	if s.session != nil {
+		s.session.unwant(i.topic)
+	}
+}
+
+// Attach registers a buffer between two windows, or returns nil while there is
+// no stream to attach to. The reader then opens a window, and goes on with the
+// buffer if Follow accepts it; otherwise it closes the buffer.
+func (i *Interest) Attach(group string) *Buffer {
+	i.source.mu.Lock()
+	session := i.source.session
+	i.source.mu.Unlock()
+	if session == nil {
+		return nil
+	}
+	return session.attach(i.topic, group)
+}
+
+// Ready reports whether Attach would return a buffer now.
+func (i *Interest) Ready() bool {
+	i.source.mu.Lock()
+	session := i.source.session
+	i.source.mu.Unlock()
+	if session == nil {
+		return false
+	}
+	session.mu.Lock()
+	defer session.mu.Unlock()
+	return session.attachable(i.topic) != nil
+}
+
+// Changed returns a channel that is closed when it may be worth trying to attach.
+func (s *Source) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
+}
+
+// Status returns how things stand.
+func (s *Source) Status() Status {
+	s.mu.Lock()
+	status, session := s.status, s.session
+	s.mu.Unlock()
+	if session != nil {
+		session.mu.Lock()
+		defer session.mu.Unlock()
+		status.Slot, status.Received, status.Buffered, status.Foreign = session.slot, session.received, session.bytes, session.foreign
+		for _, t := range session.topics {
+			status.Attached += len(t.buffers)
+		}
+	}
+	return status
+}
+
+// set changes the state, and says so in the log when it is another. With wake,
+// readers look whether they can attach.
+func (s *Source) set(state State, reason string, wake bool) {
+	s.mu.Lock()
+	before := s.status
+	if before.State != state || before.Reason != reason {
+		s.status = Status{State: state, Reason: reason, Since: time.Now()}
+	}
+	if wake {
+		close(s.changed)
+		s.changed = make(chan struct{})
+	}
+	s.mu.Unlock()
+	if before.State == state && before.Reason == reason {
+		return
+	}
+	switch {
+	case state == Open:
+		s.config.Logger.Info("Messages are read from the WAL", nil)
+	case state == Lagging, state == Waiting:
+		s.config.Logger.Info("Messages are polled: "+reason, nil)
+	}
+}
+
+// Run opens the stream while readers want it, until the context ends.
+func (s *Source) Run(ctx context.Context) {
+	retry := backoff.Policy{Min: 200 * time.Millisecond, Max: 10 * time.Second}
+	failures := 0
+	for ctx.Err() == nil {
+		if !s.isWanted() {
+			s.set(Idle, "", false)
+			select {
+			case <-s.started:
+			case <-ctx.Done():
+			}
+			continue
+		}
+		began := time.Now()
+		err := s.stream(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > proven {
+			failures = 0
+		}
+		var pause time.Duration
+		switch {
+		case errors.Is(err, errIdle):
+			failures = 0
+			continue
+		case errors.Is(err, errHolder):
+			failures, pause = 0, holderInterval
+		case errors.Is(err, errImpossible) || replication.IsMisconfigured(err):
+			failures, pause = 0, recheckInterval
+		default:
+			failures++
+			pause = retry.Delay(failures)
+			s.config.Failed(err)
+		}
+		s.set(Waiting, err.Error(), false)
+		backoff.Wait(ctx, pause)
+	}
+}
+
+func (s *Source) isWanted() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.wanted) > 0
+}
+
+// errIdle ends a session that nobody wants any more.
+var errIdle = errors.New("no reader is left")
+
+// stream opens a session and runs it to its end.
+func (s *Source) stream(ctx context.Context) error {
+	opening, cancel := context.WithTimeout(ctx, openTimeout)
+	defer cancel()
+	session, err := s.open(opening)
+	if err != nil {
+		return err
+	}
+	err = session.run(ctx)
+	s.mu.Lock()
+	s.session = nil
+	s.mu.Unlock()
+	session.end(err)
+	_ = session.stream.Close() // the slot goes with the connection in any case
+	return err
+}
+
+// open makes a slot and starts its stream.
+func (s *Source) open(ctx context.Context) (*session, error) {
+	problems, err := s.config.Problems(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if len(problems) > 0 {
+		return nil, fmt.Errorf("%w: %s", errImpossible, strings.Join(problems, "; "))
+	}
+	if err := s.checkHolder(ctx); err != nil {
+		return nil, err
+	}
+	// The reason for waiting stays to be read until the stream is open.
+	if s.Status().State == Idle {
+		s.set(Opening, "", false)
+	}
+	conn, err := s.config.Connect(ctx, replication.ConnectOptions{
+		ReadBuffer: readBuffer,
+		Settings:   map[string]string{"lock_timeout": lockTimeout, "wal_sender_timeout": senderTimeout},
+	})
+	if err != nil {
+		return nil, err
+	}
+	session, err := s.openOn(ctx, conn)
+	if err != nil {
+		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		_ = conn.Close(closing) // the slot goes with it
+		return nil, err
+	}
+	return session, nil
+}
+
+func (s *Source) openOn(ctx context.Context, conn *replication.Conn) (*session, error) {
+	system, err := conn.IdentifySystem(ctx)
+	if err != nil {
+		return nil, err
+	}
+	slot := slotName()
+	created, err := conn.CreateSlot(ctx, slot, replication.SlotOptions{Temporary: true})
+	if errors.Is(err, replication.ErrLockTimeout) {
+		return nil, s.awaitHolder(ctx, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	// In this order: the slot, then N, then the identity that N belongs to.
+	n, err := s.drawXID(ctx)
+	if err != nil {
+		return nil, err
+	}
+	first, err := s.ask(ctx)
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case first.publication == "":
+		return nil, fmt.Errorf("%w: publication %q is missing", errImpossible, s.config.Publication)
+	case first.life.Boot == "":
+		return nil, errors.New("this life of the server has not been marked yet")
+	case fmt.Sprint(first.life.Era) != system.ID || first.timeline != fmt.Sprintf("%08X", system.Timeline):
+		return nil, fmt.Errorf("%w: replication and ordinary connections lead to different servers", errOtherServer)
+	}
+	session := &session{
+		source: s, slot: slot, base: first.identity, begin: n, began: time.Now(),
+		news: make(chan struct{}, 1), topics: map[string]*topic{}, received: created.ConsistentPoint,
+	}
+	s.mu.Lock()
+	for name, readers := range s.wanted {
+		session.topics[name] = &topic{session: session, name: name, readers: readers}
+	}
+	s.session = session
+	s.mu.Unlock()
+	stream, err := replication.Start(ctx, conn, slot, created.ConsistentPoint, replication.Options{
+		Publications: []string{s.config.Publication}, Binary: true,
+		StatusInterval: time.Second, ReceiveTimeout: 10 * time.Second,
+	}, session.receive)
+	if err != nil {
+		s.mu.Lock()
+		s.session = nil
+		s.mu.Unlock()
+		session.end(err)
+		return nil, err
+	}
+	session.mu.Lock()
+	session.stream = stream
+	session.mu.Unlock()
+	return session, nil
+}
+
+// slotName returns a name that no other slot has.
+func slotName() string {
+	return "watermill_outbox_" + strings.ReplaceAll(uuid.NewString(), "-", "")
+}
+
+// drawXID draws a transaction id, in a transaction of its own: whatever was
+// running has a lower one, unless it has none yet.
+func (s *Source) drawXID(ctx context.Context) (uint64, error) {
+	rows, err := s.config.DB.Query(ctx, "SELECT pg_current_xact_id()::text::bigint")
+	if err != nil {
+		return 0, fmt.Errorf("draw a transaction id: %w", err)
+	}
+	n, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int64])
+	if err != nil {
+		return 0, fmt.Errorf("draw a transaction id: %w", err)
+	}
+	return uint64(n), nil //nolint:gosec // below 2^63 for centuries
+}
+
+// checkHolder returns errHolder while a slot's creation would have to wait.
+func (s *Source) checkHolder(ctx context.Context) error {
+	rows, err := s.config.DB.Query(ctx, s.queries.oldest)
+	if err != nil {
+		return fmt.Errorf("look for old transactions: %w", err)
+	}
+	type oldest struct {
+		Xmin int64
+		Age  float64
+		Who  string
+	}
+	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[oldest])
+	if err != nil {
+		return fmt.Errorf("look for old transactions: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	waits := s.holder != 0 && uint64(found.Xmin) <= s.holder //nolint:gosec // below 2^63 for centuries
+	if !waits {
+		s.holder = 0
+	}
+	if waits || found.Age > oldTransaction.Seconds() {
+		return fmt.Errorf("%w: %s holds transaction %d or an earlier one; a stream can begin when it has ended", errHolder, found.Who, found.Xmin)
+	}
+	return nil
+}
+
+// awaitHolder notes that the oldest running transaction must end first. Its age
+// may be hidden from this role.
+func (s *Source) awaitHolder(ctx context.Context, cause error) error {
+	rows, err := s.config.DB.Query(ctx, s.queries.oldest)
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	var xmin int64
+	var age float64
+	var who string
+	if _, err := pgx.ForEachRow(rows, []any{&xmin, &age, &who}, func() error { return nil }); err != nil {
+		return errors.Join(cause, err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.holder = uint64(xmin) //nolint:gosec // below 2^63 for centuries
+	return fmt.Errorf("%w: %s holds transaction %d or an earlier one", errHolder, who, xmin)
+}
+
+// checkPinned returns errPinned when the slot keeps too much WAL. Then the
+// oldest running transaction must end before there is another slot, which it
+// would pin just so.
+func (s *Source) checkPinned(ctx context.Context, slot string) error {
+	ctx, cancel := context.WithTimeout(ctx, s.config.Timeout)
+	defer cancel()
+	rows, err := s.config.Barrier.Query(ctx, s.queries.pinned, slot)
+	if err != nil {
+		return fmt.Errorf("look at the slot: %w", err)
+	}
+	var bytes, xmin, xmax int64
+	if _, err := pgx.ForEachRow(rows, []any{&bytes, &xmin, &xmax}, func() error { return nil }); err != nil {
+		return fmt.Errorf("look at the slot: %w", err)
+	}
+	if bytes <= s.config.MaxPinned {
+		return nil
+	}
+	if xmin >= xmax {
+		return fmt.Errorf("%w: %d bytes", errPinned, bytes) // nobody runs: the server is behind
+	}
+	s.mu.Lock()
+	s.holder = uint64(xmin) //nolint:gosec // below 2^63 for centuries
+	s.mu.Unlock()
+	return fmt.Errorf("%w: %w: %d bytes are kept since transaction %d began", errHolder, errPinned, bytes, xmin)
+}

@@ -1,0 +1,244 @@
+package outbox
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/live"
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+var errNewLife = errors.New("the server began another life (a crash, a failover), positions are read again")
+
+const (
+	// maxQueryTimeout is how far the time limit of a page grows that ran into it.
+	maxQueryTimeout = time.Hour
+	// calm is how long a reader must have been live for its next detachment not
+	// to count as another in a row.
+	calm = time.Minute
+	// smallWindow is how many pages a window has at most after which a reader
+	// counts as caught up.
+	smallWindow = 2
+)
+
+// readRetry is the pause after a page that could not be read, attachRetry the
+// one before a reader that was detached attaches again.
+var (
+	readRetry   = backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
+	attachRetry = backoff.Policy{Min: 500 * time.Millisecond, Max: 30 * time.Second}
+)
+
+// reading brings the pages of one lease to the engine, each one while the page
+// before is handed out: the holes, then windows of the table, and transactions
+// from the WAL once it is caught up. Its methods belong to one goroutine.
+type reading struct {
+	*subscription
+	held   *lease.Lease
+	out    chan<- window.Page
+	reader window.Reader
+	// interest is nil when only the table is read.
+	interest *live.Interest
+
+	pos   window.Position
+	holes []window.Hole
+	// pages counts those of the open window. caughtUp says that the last window
+	// was a small one: a reader does not attach while it has a backlog, which
+	// the table gives sooner, and which would only fill its buffer.
+	pages    int
+	caughtUp bool
+	// detached counts the detachments in a row, notBefore is when to attach
+	// again.
+	detached  int
+	notBefore time.Time
+}
+
+// read tries for as long as it may.
+func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<- window.Page) {
+	r := &reading{
+		subscription: s, held: held, out: pages,
+		reader: window.Reader{
+			Queries: s.consumer.queries, Topic: s.key.Topic, Group: s.key.Group,
+			Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
+		},
+		pos: held.Start.Position, holes: held.Start.Holes,
+	}
+	if s.consumer.live != nil {
+		r.interest = s.consumer.live.Want(s.key.Topic)
+		defer r.interest.Close()
+	}
+	for {
+		buffer := r.fromTable(ctx)
+		if buffer == nil {
+			return
+		}
+		r.fromWAL(ctx, buffer)
+	}
+}
+
+// fromTable reads windows until it is caught up and attached to the stream. It
+// returns nil when it may not read any more.
+func (r *reading) fromTable(ctx context.Context) *live.Buffer {
+	registration := r.consumer.watcher.Register(r.key.Topic)
+	defer registration.Close()
+	var buffer *live.Buffer
+	drop := func() {
+		if buffer != nil {
+			buffer.Close()
+			buffer = nil
+		}
+	}
+	failures, limit := 0, r.consumer.config.QueryTimeout
+	var seen uint64
+	var changed <-chan struct{}
+	for ctx.Err() == nil {
+		opens := r.pos.Step == window.Idle && len(r.holes) == 0
+		if opens {
+			// The window that begins now has what is known by now. A wake that
+			// comes later, while its pages are read, asks for another one.
+			seen = registration.Generation()
+			changed = r.streamChanged()
+			r.pages = 0
+			if r.caughtUp && r.mayAttach() {
+				buffer = r.interest.Attach(r.key.Group)
+			}
+		}
+		page, rest, err := r.page(ctx, limit)
+		switch {
+		case ctx.Err() != nil:
+			drop()
+			return nil
+		case errors.Is(err, window.ErrWentBack):
+			drop()
+			r.held.Lose(err)
+			return nil
+		case err != nil:
+			drop()
+			failures++
+			if errors.Is(err, context.DeadlineExceeded) {
+				limit = min(2*limit, maxQueryTimeout) // it may just take longer
+			}
+			r.failedToRead(ctx, err, failures)
+			continue
+		case page.Life != r.held.Life:
+			drop()
+			r.held.Lose(errNewLife)
+			r.consumer.pool.Reset() // it may hold connections to either server
+			return nil
+		}
+		failures, limit = 0, r.consumer.config.QueryTimeout
+		r.status.read(nil)
+		if buffer != nil && opens && !buffer.Follow(page.Window(), page.Life) {
+			drop() // the stream is that of another life, and about to end
+			r.notBefore = time.Now().Add(attachRetry.Min)
+		}
+		if !r.send(ctx, page) {
+			drop()
+			return nil
+		}
+		if page.Holes {
+			r.holes = rest
+			continue
+		}
+		r.pos = page.End
+		if r.pages++; page.More {
+			continue
+		}
+		r.caughtUp = r.pages <= smallWindow
+		switch {
+		case buffer != nil:
+			return buffer
+		case r.caughtUp && r.mayAttach() && r.interest.Ready():
+			// Another window, with a buffer beside it.
+		default:
+			registration.Wait(ctx, seen, r.patience(), changed)
+		}
+	}
+	drop()
+	return nil
+}
+
+// page reads the next page of the table: of holes, if there are any, else of the
+// window.
+func (r *reading) page(ctx context.Context, limit time.Duration) (page window.Page, rest []window.Hole, err error) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	if len(r.holes) > 0 {
+		return r.reader.Holes(ctx, r.consumer.pool, r.holes)
+	}
+	page, err = r.reader.Next(ctx, r.consumer.pool, r.pos)
+	return page, nil, err
+}
+
+func (r *reading) failedToRead(ctx context.Context, err error, failures int) {
+	pause := readRetry.Delay(failures)
+	r.consumer.failed(err)
+	err = explain(err, r.consumer.config.Schema)
+	r.status.read(err)
+	r.logger.Error("Cannot read messages", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
+	backoff.Wait(ctx, pause)
+}
+
+func (r *reading) send(ctx context.Context, page window.Page) bool {
+	select {
+	case r.out <- page:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// mayAttach reports whether it is time to.
+func (r *reading) mayAttach() bool {
+	return r.interest != nil && !time.Now().Before(r.notBefore)
+}
+
+// streamChanged returns the channel that says when to try to attach again.
+func (r *reading) streamChanged() <-chan struct{} {
+	if r.interest == nil {
+		return nil
+	}
+	return r.consumer.live.Changed()
+}
+
+// patience is how long to wait for news before looking without.
+func (r *reading) patience() time.Duration {
+	if wait := time.Until(r.notBefore); wait > 0 {
+		return min(wait, lookInterval)
+	}
+	return lookInterval
+}
+
+// fromWAL hands on what the stream has, until the reader is detached from it.
+func (r *reading) fromWAL(ctx context.Context, buffer *live.Buffer) {
+	began := time.Now()
+	r.status.source(SourceWAL, "")
+	r.logger.Debug("Topic is read from the WAL", nil)
+	for {
+		rows, sample, ok := buffer.Next(ctx, r.reader.Limits)
+		if !ok {
+			break
+		}
+		page := window.LivePage(r.pos, buffer.Life(), rows, sample)
+		if !r.send(ctx, page) {
+			break
+		}
+		r.pos = page.End
+	}
+	why := buffer.Err()
+	buffer.Close()
+	if ctx.Err() != nil {
+		return
+	}
+	if time.Since(began) > calm {
+		r.detached = 0
+	}
+	r.detached++
+	r.notBefore = time.Now().Add(attachRetry.Delay(r.detached))
+	r.status.source(SourceTable, why.Error())
+	r.logger.Debug("Topic is polled: "+why.Error(), nil)
+}
