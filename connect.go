@@ -52,9 +52,14 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 		params["application_name"] = "watermill-outbox"
 	}
 	pool.ConnConfig.RuntimeParams = params
-	if pool.ConnConfig.ValidateConnect == nil {
+	validate := pool.ConnConfig.ValidateConnect
+	if validate == nil {
 		// A host that became a standby, or one of several, is no use.
-		pool.ConnConfig.ValidateConnect = requireReadWrite
+		validate = requireReadWrite
+	}
+	pool.ConnConfig.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
+		begun(conn)
+		return validate(ctx, conn)
 	}
 	return pool
 }

@@ -217,6 +217,12 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		logger = watermill.NopLogger{}
 	}
 	poolConfig := consumerPool(db, config)
+	gate := newGate(poolConfig.ConnConfig.DialFunc)
+	poolConfig.ConnConfig.DialFunc = gate.Dial
+	// The lease is tried for by its own clock, or it would be lost in an outage
+	// that it could survive; when it comes through the gate is open for all.
+	beatConfig := poolConfig.Copy()
+	beatConfig.ConnConfig.DialFunc = gate.DialAnyway
 	ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
 	defer cancel()
 	pool, err := pgxpool.NewWithConfig(ctx, poolConfig)
@@ -229,7 +235,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	}
 	c := &Consumer{
 		config: config, logger: logger, pool: pool,
-		beat:        &reservedConn{config: poolConfig},
+		beat:        &reservedConn{config: beatConfig},
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
 		subscribers: map[*Subscriber]struct{}{}, subscriptions: map[*subscription]struct{}{},

@@ -72,6 +72,7 @@ func (c *Consumer) connectStream(ctx context.Context, options replication.Connec
 	}
 	// The extended protocol, which the usual checks use, is not spoken here.
 	config.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
+		begun(conn)
 		results, err := conn.Exec(ctx, "SHOW transaction_read_only").ReadAll()
 		if err != nil {
 			return err
