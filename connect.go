@@ -52,14 +52,9 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 		params["application_name"] = "watermill-outbox"
 	}
 	pool.ConnConfig.RuntimeParams = params
-	validate := pool.ConnConfig.ValidateConnect
-	if validate == nil {
+	if pool.ConnConfig.ValidateConnect == nil {
 		// A host that became a standby, or one of several, is no use.
-		validate = requireReadWrite
-	}
-	pool.ConnConfig.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
-		begun(conn)
-		return validate(ctx, conn)
+		pool.ConnConfig.ValidateConnect = requireReadWrite
 	}
 	return pool
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/millrace/watermill-outbox/internal/cursor"
@@ -163,10 +164,13 @@ func (c ConsumerConfig) validate() error {
 // them among any number of Subscribers, which are cheap. Make one per process
 // and database, and close it last. It is safe for concurrent use.
 type Consumer struct {
-	config  ConsumerConfig
-	logger  watermill.LoggerAdapter
-	pool    *pgxpool.Pool
-	beat    *reservedConn
+	config ConsumerConfig
+	logger watermill.LoggerAdapter
+	pool   *pgxpool.Pool
+	beat   *reservedConn
+	// prepare is the user's hook before a connection is made, or nil.
+	prepare func(context.Context, *pgx.ConnConfig) error
+	gate    *gate
 	queries *window.Queries
 	store   *cursor.Store
 	watcher *watch.Watcher
@@ -218,11 +222,12 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	}
 	poolConfig := consumerPool(db, config)
 	gate := newGate(poolConfig.ConnConfig.DialFunc)
-	poolConfig.ConnConfig.DialFunc = gate.Dial
+	prepare := poolConfig.BeforeConnect
+	poolConfig.BeforeConnect = guardedBy(gate, prepare, false)
 	// The lease is tried for by its own clock, or it would be lost in an outage
 	// that it could survive; when it comes through the gate is open for all.
 	beatConfig := poolConfig.Copy()
-	beatConfig.ConnConfig.DialFunc = gate.DialAnyway
+	beatConfig.BeforeConnect = guardedBy(gate, prepare, true)
 	ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
 	defer cancel()
 	pool, err := pgxpool.NewWithConfig(ctx, poolConfig)
@@ -234,7 +239,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}
 	c := &Consumer{
-		config: config, logger: logger, pool: pool,
+		config: config, logger: logger, pool: pool, prepare: prepare, gate: gate,
 		beat:        &reservedConn{config: beatConfig},
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),

@@ -2,13 +2,13 @@ package outbox
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
 	"sync"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/millrace/watermill-outbox/internal/backoff"
@@ -17,6 +17,19 @@ import (
 // gateRetry is the pause between two attempts to reach a host that could not be
 // reached.
 var gateRetry = backoff.Policy{Min: 100 * time.Millisecond, Max: 5 * time.Second}
+
+// guardedBy is a BeforeConnect hook that follows on the user's, if there is one.
+func guardedBy(g *gate, prepare func(context.Context, *pgx.ConnConfig) error, insist bool) func(context.Context, *pgx.ConnConfig) error {
+	return func(ctx context.Context, config *pgx.ConnConfig) error {
+		if prepare != nil {
+			if err := prepare(ctx, config); err != nil {
+				return err
+			}
+		}
+		g.guard(&config.Config, insist, true)
+		return nil
+	}
+}
 
 // gate spaces the attempts of a whole process to reach a host: while it is down,
 // one attempt at a time is made, after a growing pause, and whoever else would
@@ -41,23 +54,73 @@ func newGate(dial pgconn.DialFunc) *gate {
 	return &gate{dial: dial, hosts: map[string]*blocked{}}
 }
 
-// Dial is a pgconn.DialFunc. Whoever gets a connection says by begun that a
-// session has begun on it; one that is closed before counts as a failure.
-func (g *gate) Dial(ctx context.Context, network, address string) (net.Conn, error) {
-	if err := g.enter(address); err != nil {
-		return nil, err
+// guard puts the gate into the configuration of one connection to be made; the
+// configuration is the caller's own. With insist it does not wait for others'
+// pauses. With judge a connection on which no session begins counts as a
+// failure; a server that refuses a certain kind of session is not down.
+func (g *gate) guard(config *pgconn.Config, insist, judge bool) {
+	a := &attempt{gate: g, insist: insist, judge: judge, tried: map[string]bool{}}
+	config.DialFunc = a.dial
+	validate := config.ValidateConnect
+	config.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
+		a.begun()
+		if validate == nil {
+			return nil
+		}
+		return validate(ctx, conn)
 	}
-	return g.DialAnyway(ctx, network, address)
 }
 
-// DialAnyway is Dial that does not wait for others' pauses.
-func (g *gate) DialAnyway(ctx context.Context, network, address string) (net.Conn, error) {
-	conn, err := g.dial(ctx, network, address)
+// attempt is the making of one connection, which may dial several times: other
+// hosts, without TLS, and later on to cancel a statement.
+type attempt struct {
+	gate          *gate
+	insist, judge bool
+
+	mu      sync.Mutex
+	tried   map[string]bool // addresses that were let in
+	last    *gatedConn
+	session bool
+}
+
+func (a *attempt) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	a.mu.Lock()
+	free := a.session || a.insist || a.tried[address]
+	session := a.session
+	a.tried[address] = true
+	a.mu.Unlock()
+	if session {
+		return a.gate.dial(ctx, network, address) // to cancel a statement
+	}
+	if !free {
+		if err := a.gate.enter(address); err != nil {
+			return nil, err
+		}
+	}
+	conn, err := a.gate.dial(ctx, network, address)
 	if err != nil {
-		g.leave(ctx, address, err)
+		a.gate.leave(ctx, address, err)
 		return nil, err
 	}
-	return &gatedConn{Conn: conn, leave: func(err error) { g.leave(ctx, address, err) }}, nil
+	closed := errNoSession
+	if !a.judge {
+		closed = nil
+	}
+	gated := &gatedConn{Conn: conn, leave: func(err error) { a.gate.leave(ctx, address, err) }, closed: closed}
+	a.mu.Lock()
+	a.last = gated
+	a.mu.Unlock()
+	return gated, nil
+}
+
+// begun says that a session has begun on the connection that was dialled last.
+func (a *attempt) begun() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.session = true
+	if a.last != nil {
+		a.last.once.Do(func() { a.last.leave(nil) })
+	}
 }
 
 // gatedConn tells its gate once how the attempt has ended.
@@ -66,25 +129,16 @@ type gatedConn struct {
 
 	once  sync.Once
 	leave func(err error)
+	// closed is what it means that the connection is closed without a session.
+	closed error
 }
 
 var errNoSession = errors.New("the host takes connections, but no session begins")
 
 // Close implements net.Conn.
 func (c *gatedConn) Close() error {
-	c.once.Do(func() { c.leave(errNoSession) })
+	c.once.Do(func() { c.leave(c.closed) })
 	return c.Conn.Close()
-}
-
-// begun says that a session has begun.
-func begun(conn *pgconn.PgConn) {
-	network := conn.Conn()
-	if secured, ok := network.(*tls.Conn); ok {
-		network = secured.NetConn()
-	}
-	if gated, ok := network.(*gatedConn); ok {
-		gated.once.Do(func() { gated.leave(nil) })
-	}
 }
 
 // enter returns an error instead of an attempt.

@@ -47,18 +47,23 @@ func TestGateSpacesAttempts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hosts := &fakeHosts{down: map[string]bool{"a": true}, attempts: map[string]int{}}
 		g := newGate(hosts.dial)
+		dial := func(ctx context.Context, address string) (net.Conn, *attempt, error) {
+			a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+			conn, err := a.dial(ctx, "tcp", address)
+			return conn, a, err
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		var topics sync.WaitGroup
 		for range 50 {
 			topics.Go(func() {
 				for ctx.Err() == nil {
-					conn, err := g.Dial(ctx, "tcp", "a")
+					conn, attempt, err := dial(ctx, "a")
 					if err != nil {
 						require.ErrorIs(t, err, errDown)
 						time.Sleep(100 * time.Millisecond)
 						continue
 					}
-					conn.(*gatedConn).once.Do(func() { conn.(*gatedConn).leave(nil) })
+					attempt.begun()
 					require.NoError(t, conn.Close())
 					return
 				}
@@ -83,15 +88,20 @@ func TestGateCountsSessions(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hosts := &fakeHosts{attempts: map[string]int{}}
 		g := newGate(hosts.dial)
+		dial := func(ctx context.Context, address string) (net.Conn, *attempt, error) {
+			a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+			conn, err := a.dial(ctx, "tcp", address)
+			return conn, a, err
+		}
 		began := time.Now()
 		for time.Since(began) < 30*time.Second {
-			conn, err := g.Dial(t.Context(), "tcp", "a")
+			conn, _, err := dial(t.Context(), "a")
 			if err != nil {
 				require.ErrorIs(t, err, errNoSession)
 				time.Sleep(10 * time.Millisecond)
 				continue
 			}
-			_, err = g.Dial(t.Context(), "tcp", "a")
+			_, _, err = dial(t.Context(), "a")
 			if hosts.attempts["a"] > 2 {
 				require.ErrorIs(t, err, errNoSession, "one at a time")
 			} else {
@@ -101,13 +111,39 @@ func TestGateCountsSessions(t *testing.T) {
 		}
 		require.LessOrEqual(t, hosts.attempts["a"], 15+5)
 		time.Sleep(gateRetry.Max)
-		conn, err := g.Dial(t.Context(), "tcp", "a")
+		conn, attempt, err := dial(t.Context(), "a")
 		require.NoError(t, err)
-		conn.(*gatedConn).once.Do(func() { conn.(*gatedConn).leave(nil) })
+		attempt.begun()
 		require.NoError(t, conn.Close())
 		for range 3 {
-			_, err = g.Dial(t.Context(), "tcp", "a")
+			_, _, err = dial(t.Context(), "a")
 			require.NoError(t, err)
+		}
+	})
+}
+
+// One connection may take several dials: TLS first and then without, and, when a
+// session has begun, another one to cancel a statement. None is held back or
+// counted.
+func TestGateLetsAnAttemptDialAgain(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		hosts := &fakeHosts{attempts: map[string]int{}}
+		g := newGate(hosts.dial)
+		a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+		conn, err := a.dial(t.Context(), "tcp", "a")
+		require.NoError(t, err)
+		require.NoError(t, conn.Close()) // no TLS there
+		_, err = a.dial(t.Context(), "tcp", "a")
+		require.NoError(t, err)
+		a.begun()
+		require.Empty(t, g.hosts)
+		for range 3 {
+			conn, err = a.dial(t.Context(), "tcp", "a")
+			require.NoError(t, err)
+			require.NoError(t, conn.Close())
+			require.Empty(t, g.hosts)
 		}
 	})
 }
@@ -120,20 +156,25 @@ func TestGateKnowsHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hosts := &fakeHosts{down: map[string]bool{"a": true}, attempts: map[string]int{}}
 		g := newGate(hosts.dial)
-		_, err := g.Dial(t.Context(), "tcp", "a")
+		dial := func(ctx context.Context, address string) (net.Conn, *attempt, error) {
+			a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+			conn, err := a.dial(ctx, "tcp", address)
+			return conn, a, err
+		}
+		_, _, err := dial(t.Context(), "a")
 		require.ErrorIs(t, err, errDown)
-		_, err = g.Dial(t.Context(), "tcp", "a")
+		_, _, err = dial(t.Context(), "a")
 		require.ErrorContains(t, err, "not tried again yet, after 1 failures")
 		require.Equal(t, 1, hosts.attempts["a"])
-		_, err = g.Dial(t.Context(), "tcp", "b")
+		_, _, err = dial(t.Context(), "b")
 		require.NoError(t, err)
 
 		hosts.takes = time.Second
 		ctx, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Millisecond, cancel)
-		_, err = g.Dial(ctx, "tcp", "c")
+		_, _, err = dial(ctx, "c")
 		require.ErrorIs(t, err, context.Canceled)
-		_, err = g.Dial(t.Context(), "tcp", "c")
+		_, _, err = dial(t.Context(), "c")
 		require.NoError(t, err)
 	})
 }

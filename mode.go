@@ -46,7 +46,7 @@ const (
 	// poll.
 	maxLag = 500 * time.Millisecond
 	// barrierTimeout bounds the statement that a message from the WAL waits for.
-	barrierTimeout = 2 * time.Second
+	barrierTimeout = time.Second
 	// liveTick is the longest time between two looks at how far the server is.
 	liveTick = 100 * time.Millisecond
 )
@@ -65,14 +65,13 @@ func (c *Consumer) newSource() *live.Source {
 // connectStream opens a replication connection to where the pool leads.
 func (c *Consumer) connectStream(ctx context.Context, options replication.ConnectOptions) (*replication.Conn, error) {
 	config := c.barrier.config.ConnConfig.Copy()
-	if hook := c.barrier.config.BeforeConnect; hook != nil {
-		if err := hook(ctx, config); err != nil {
+	if c.prepare != nil {
+		if err := c.prepare(ctx, config); err != nil {
 			return nil, err
 		}
 	}
 	// The extended protocol, which the usual checks use, is not spoken here.
 	config.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
-		begun(conn)
 		results, err := conn.Exec(ctx, "SHOW transaction_read_only").ReadAll()
 		if err != nil {
 			return err
@@ -82,6 +81,7 @@ func (c *Consumer) connectStream(ctx context.Context, options replication.Connec
 		}
 		return nil
 	}
+	c.gate.guard(&config.Config, false, false)
 	return replication.Connect(ctx, &config.Config, options)
 }
 
@@ -103,8 +103,8 @@ func (c *Consumer) walProblems(ctx context.Context) ([]string, error) {
 // requireWAL is ModeWAL's promise: it returns an error that says what to change
 // when the WAL could not be read.
 func (c *Consumer) requireWAL(ctx context.Context) error {
-	if c.config.Mode != ModeWAL {
-		return nil
+	if c.config.Mode != ModeWAL || c.live.Status().Slot != "" {
+		return nil // there is a stream, which may have taken the last slot
 	}
 	problems, err := c.walProblems(ctx)
 	if err != nil {

@@ -232,6 +232,7 @@ func (r *reading) fromWAL(ctx context.Context, buffer *live.Buffer) {
 	why := buffer.Err()
 	buffer.Close()
 	if ctx.Err() != nil {
+		r.status.source(SourceTable, "")
 		return
 	}
 	if time.Since(began) > calm {

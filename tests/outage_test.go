@@ -128,7 +128,7 @@ func TestServerRefusesConnections(t *testing.T) {
 	t.Logf("%d attempts to connect in %d s", connects, seconds)
 	// Those that began before anything was known, a growing pause between the
 	// others.
-	require.Less(t, connects, outbox.DefaultMaxConns+10+seconds/2)
+	require.Less(t, connects, outbox.DefaultMaxConns+16+seconds/2)
 
 	proxy.RefuseNew(false)
 	require.NoError(t, publisher.Publish("topic", after...))

@@ -15,8 +15,13 @@ var (
 	errEnded   = errors.New("the reader has left")
 )
 
-// sampleInterval is how often an idle reader's position moves.
-const sampleInterval = time.Second
+const (
+	// sampleInterval is how often an idle reader's position moves.
+	sampleInterval = time.Second
+	// rowsPerMark is how many rows there are to a mark at least, but for the
+	// last two.
+	rowsPerMark = 64
+)
 
 // Buffer holds what one attached reader has not taken yet: rows, and samples in
 // between. It belongs to the reader that attached; the session fills it.
@@ -135,7 +140,7 @@ func (b *Buffer) Err() error {
 func (b *Buffer) Close() {
 	b.session.mu.Lock()
 	defer b.session.mu.Unlock()
-	b.session.detach(b, errEnded, true)
+	b.session.detach(b, errEnded)
 }
 
 // The methods below are called with session.mu held.
@@ -166,6 +171,9 @@ func (b *Buffer) mark(s sample) {
 	switch last := len(b.marks) - 1; {
 	case b.closed != nil:
 		return
+	case last > 0 && b.put > b.marked && b.put-b.marks[last-1].after < rowsPerMark:
+		// Moved behind the new rows: marks are not counted, and must stay few.
+		b.marks[last] = mark{after: b.put, snapshot: s.snapshot}
 	case b.put > b.marked || s.at.Sub(b.last) >= sampleInterval:
 		b.marks = append(b.marks, mark{after: b.put, snapshot: s.snapshot})
 	case last >= 0: // not taken yet, and nothing came since

@@ -57,7 +57,9 @@
 // The receiver never stops reading, and confirms what it has received at once:
 // nothing on the server waits for a reader. One bound of bytes covers all that
 // is between the connection and the readers. A row that does not fit closes the
-// fullest buffer and drops what is in it, which that reader finds in the table.
+// fullest buffer. A buffer that is closed, for whatever reason, is emptied: the
+// reader finds in the table what it has not taken, so what a stuck one holds
+// counts against nobody.
 // The server begins to send a transaction when it has committed, so its rows pass
 // one by one, however many there are.
 //
@@ -69,7 +71,7 @@
 //	a long transaction        keeps the slot's WAL: beyond the bound the stream is
 //	                          closed until that transaction has ended
 //	connection lost           the stream is opened again, with a back-off
-//	failover, crash           the same; rows that were not taken are dropped
+//	failover, crash           the same
 //	publication altered       the same
 //	this process killed       the slot goes with the connection; while it is being
 //	                          created, lock_timeout ends the wait

@@ -32,6 +32,9 @@ const (
 	idleTicks = 4
 	// pinnedInterval is how often the slot is looked at.
 	pinnedInterval = 2 * time.Second
+	// walPage divides the size of the log's pages, 8192 unless PostgreSQL was
+	// built otherwise.
+	walPage = 4096
 )
 
 // unknown is the begin of a topic that the stream has only just heard of.
@@ -53,6 +56,9 @@ type session struct {
 
 	mu     sync.Mutex
 	stream *replication.Stream
+	// oldest is the oldest running transaction, and since when it is.
+	oldest      uint64
+	oldestSince time.Time
 	topics map[string]*topic
 	log    *table
 	// transactions are those received and not handed over, in the order of
@@ -122,6 +128,9 @@ func (t *transaction) empty() bool { return len(t.rows) == 0 && len(t.refused) =
 func (s *session) receive(event replication.Event) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.ended {
+		return errEnded
+	}
 	switch e := event.(type) {
 	case *replication.Begin:
 		s.current = &transaction{xid: e.XID}
@@ -208,6 +217,9 @@ func (s *session) insert(e *replication.Insert) error {
 
 // fits makes room by closing the fullest buffers.
 func (s *session) fits(size int) bool {
+	if size > s.source.config.Bytes {
+		return false // whatever is closed
+	}
 	for s.bytes+size > s.source.config.Bytes {
 		var fullest *Buffer
 		for _, t := range s.topics {
@@ -220,13 +232,13 @@ func (s *session) fits(size int) bool {
 		if fullest == nil {
 			return false
 		}
-		s.detach(fullest, errRefused, true)
+		s.detach(fullest, errRefused)
 	}
 	return true
 }
 
-// detach closes a buffer. What is in it may be taken, unless it is dropped.
-func (s *session) detach(b *Buffer, why error, drop bool) {
+// detach closes a buffer and drops what is in it: the table has it.
+func (s *session) detach(b *Buffer, why error) {
 	if b.closed == nil {
 		b.closed = why
 		for i, other := range b.topic.buffers {
@@ -236,18 +248,16 @@ func (s *session) detach(b *Buffer, why error, drop bool) {
 			}
 		}
 	}
-	if drop {
-		s.bytes -= b.bytes
-		b.rows, b.marks, b.bytes = nil, nil, 0
-	}
+	s.bytes -= b.bytes
+	b.rows, b.marks, b.bytes = nil, nil, 0
 	b.signal()
 }
 
 // detachAll closes all buffers.
-func (s *session) detachAll(why error, drop bool) {
+func (s *session) detachAll(why error) {
 	for _, t := range s.topics {
 		for len(t.buffers) > 0 {
-			s.detach(t.buffers[0], why, drop)
+			s.detach(t.buffers[0], why)
 		}
 	}
 }
@@ -300,6 +310,12 @@ func (s *session) unwant(name string) {
 // run hands over what comes in until the stream or the context ends, and
 // returns why.
 func (s *session) run(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	// Looking at the slot must not keep messages waiting.
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer cancel()
+	pinned := make(chan error, 1)
 	tick := time.NewTicker(s.source.config.Tick)
 	defer tick.Stop()
 	look := time.NewTicker(pinnedInterval)
@@ -321,10 +337,17 @@ func (s *session) run(ctx context.Context) error {
 			if !s.source.isWanted() {
 				return errIdle
 			}
-			if err := s.source.checkPinned(ctx, s.slot); err != nil {
-				return err
-			}
+			looking.Go(func() {
+				if err := s.source.checkPinned(ctx, s); err != nil {
+					select {
+					case pinned <- err:
+					default:
+					}
+				}
+			})
 			continue
+		case err := <-pinned:
+			return err
 		case <-s.stream.Done():
 			return s.stream.Err()
 		case <-ctx.Done():
@@ -441,7 +464,7 @@ func (s *session) handOverOne(t *transaction) {
 	for name := range t.refused {
 		if topic := s.topics[name]; topic != nil {
 			for len(topic.buffers) > 0 {
-				s.detach(topic.buffers[0], errRefused, true)
+				s.detach(topic.buffers[0], errRefused)
 			}
 		}
 	}
@@ -460,6 +483,7 @@ func (s *session) handOverOne(t *transaction) {
 		}
 		for _, b := range topic.buffers {
 			b.add(rows)
+			s.fits(0) // they count once for each reader
 		}
 		first = after
 	}
@@ -494,7 +518,9 @@ func (s *session) sample(answer sample, received replication.LSN) {
 func (s *session) watchLag(now time.Time) {
 	behind := false
 	for _, sample := range s.samples {
-		if sample.flush > s.received {
+		// The log may be safe up to a page's end in the middle of a record, which
+		// the server cannot send before the rest of it is safe too.
+		if sample.flush > s.received && sample.flush%walPage != 0 {
 			behind = now.Sub(sample.at) > s.source.config.Lag
 			break
 		}
@@ -503,7 +529,7 @@ func (s *session) watchLag(now time.Time) {
 	case behind && !s.lagging:
 		s.lagging = true
 		s.healthy = time.Time{}
-		s.detachAll(errLagging, false)
+		s.detachAll(errLagging)
 	case behind:
 		s.healthy = time.Time{}
 	case s.lagging && s.healthy.IsZero():
@@ -558,11 +584,11 @@ func (s *session) settle(ctx context.Context, answer sample) error {
 	return nil
 }
 
-// end closes all buffers. If the server may be another, what was not taken must
-// not be: the rows may not exist there.
+// end closes all buffers, and takes nothing more in.
 func (s *session) end(why error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ended = true
-	s.detachAll(why, errors.Is(why, errOtherServer))
+	s.detachAll(why)
+	s.transactions, s.current, s.samples = nil, nil, nil
 }

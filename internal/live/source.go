@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/replication"
 	"github.com/millrace/watermill-outbox/schema"
 )
@@ -40,6 +41,10 @@ const (
 	// proven is how long a stream must have lasted for the back-off to begin
 	// again.
 	proven = 30 * time.Second
+
+	// pinnedFactor is how much more than MaxPinned a slot may keep that no long
+	// transaction pins.
+	pinnedFactor = 4
 
 	readBuffer = 256 << 10
 )
@@ -123,8 +128,7 @@ type Source struct {
 	session *session
 	status  Status
 	changed chan struct{} // closed and replaced when readers may attach, or not
-	// holder is a transaction whose end must be awaited, 0 if none.
-	holder uint64
+	holder  holder
 }
 
 // New returns a source.
@@ -279,8 +283,11 @@ func (s *Source) Run(ctx context.Context) {
 			continue
 		case errors.Is(err, errHolder):
 			failures, pause = 0, holderInterval
-		case errors.Is(err, errImpossible) || replication.IsMisconfigured(err):
+		case errors.Is(err, errImpossible), errors.Is(err, errPinned), replication.IsMisconfigured(err):
 			failures, pause = 0, recheckInterval
+		case errors.Is(err, errPublicationChanged):
+			failures++
+			pause = retry.Delay(failures)
 		default:
 			failures++
 			pause = retry.Delay(failures)
@@ -319,6 +326,12 @@ func (s *Source) stream(ctx context.Context) error {
 
 // open makes a slot and starts its stream.
 func (s *Source) open(ctx context.Context) (*session, error) {
+	// Before the problems are looked for: as it is found without fault the
+	// publication must be from the slot on.
+	before, err := s.ask(ctx)
+	if err != nil {
+		return nil, err
+	}
 	problems, err := s.config.Problems(ctx)
 	if err != nil {
 		return nil, err
@@ -326,7 +339,7 @@ func (s *Source) open(ctx context.Context) (*session, error) {
 	if len(problems) > 0 {
 		return nil, fmt.Errorf("%w: %s", errImpossible, strings.Join(problems, "; "))
 	}
-	if err := s.checkHolder(ctx); err != nil {
+	if err := s.checkHolder(ctx, before.life); err != nil {
 		return nil, err
 	}
 	// The reason for waiting stays to be read until the stream is open.
@@ -340,7 +353,7 @@ func (s *Source) open(ctx context.Context) (*session, error) {
 	if err != nil {
 		return nil, err
 	}
-	session, err := s.openOn(ctx, conn)
+	session, err := s.openOn(ctx, conn, before.identity)
 	if err != nil {
 		closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 		defer cancel()
@@ -350,7 +363,7 @@ func (s *Source) open(ctx context.Context) (*session, error) {
 	return session, nil
 }
 
-func (s *Source) openOn(ctx context.Context, conn *replication.Conn) (*session, error) {
+func (s *Source) openOn(ctx context.Context, conn *replication.Conn, before identity) (*session, error) {
 	system, err := conn.IdentifySystem(ctx)
 	if err != nil {
 		return nil, err
@@ -358,7 +371,7 @@ func (s *Source) openOn(ctx context.Context, conn *replication.Conn) (*session, 
 	slot := slotName()
 	created, err := conn.CreateSlot(ctx, slot, replication.SlotOptions{Temporary: true})
 	if errors.Is(err, replication.ErrLockTimeout) {
-		return nil, s.awaitHolder(ctx, err)
+		return nil, s.awaitHolder(ctx, before.life, err)
 	}
 	if err != nil {
 		return nil, err
@@ -379,6 +392,9 @@ func (s *Source) openOn(ctx context.Context, conn *replication.Conn) (*session, 
 		return nil, errors.New("this life of the server has not been marked yet")
 	case fmt.Sprint(first.life.Era) != system.ID || first.timeline != fmt.Sprintf("%08X", system.Timeline):
 		return nil, fmt.Errorf("%w: replication and ordinary connections lead to different servers", errOtherServer)
+	}
+	if err := before.differs(first.identity); err != nil {
+		return nil, err
 	}
 	session := &session{
 		source: s, slot: slot, base: first.identity, begin: n, began: time.Now(),
@@ -415,7 +431,9 @@ func slotName() string {
 // drawXID draws a transaction id, in a transaction of its own: whatever was
 // running has a lower one, unless it has none yet.
 func (s *Source) drawXID(ctx context.Context) (uint64, error) {
-	rows, err := s.config.DB.Query(ctx, "SELECT pg_current_xact_id()::text::bigint")
+	ctx, cancel := context.WithTimeout(ctx, s.config.Timeout)
+	defer cancel()
+	rows, err := s.config.Barrier.Query(ctx, "SELECT pg_current_xact_id()::text::bigint")
 	if err != nil {
 		return 0, fmt.Errorf("draw a transaction id: %w", err)
 	}
@@ -426,26 +444,46 @@ func (s *Source) drawXID(ctx context.Context) (uint64, error) {
 	return uint64(n), nil //nolint:gosec // below 2^63 for centuries
 }
 
-// checkHolder returns errHolder while a slot's creation would have to wait.
-func (s *Source) checkHolder(ctx context.Context) error {
+// holder is a transaction whose end must be awaited before there can be another
+// slot. The zero value is none.
+type holder struct {
+	xid  uint64
+	life window.Life
+}
+
+// running is what is known of the transactions that run.
+type running struct {
+	// Xmin is the oldest, or Xmax if there is none.
+	Xmin, Xmax int64
+	// Age is that of the oldest whose age this role may see, in seconds, and Who
+	// it is.
+	Age float64
+	Who string
+}
+
+func (s *Source) running(ctx context.Context) (running, error) {
 	rows, err := s.config.DB.Query(ctx, s.queries.oldest)
 	if err != nil {
-		return fmt.Errorf("look for old transactions: %w", err)
+		return running{}, fmt.Errorf("look for old transactions: %w", err)
 	}
-	type oldest struct {
-		Xmin int64
-		Age  float64
-		Who  string
-	}
-	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[oldest])
+	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[running])
 	if err != nil {
-		return fmt.Errorf("look for old transactions: %w", err)
+		return running{}, fmt.Errorf("look for old transactions: %w", err)
+	}
+	return found, nil
+}
+
+// checkHolder returns errHolder while a slot's creation would have to wait.
+func (s *Source) checkHolder(ctx context.Context, life window.Life) error {
+	found, err := s.running(ctx)
+	if err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	waits := s.holder != 0 && uint64(found.Xmin) <= s.holder //nolint:gosec // below 2^63 for centuries
+	waits := s.holder.life == life && uint64(found.Xmin) <= s.holder.xid //nolint:gosec // below 2^63 for centuries
 	if !waits {
-		s.holder = 0
+		s.holder = holder{}
 	}
 	if waits || found.Age > oldTransaction.Seconds() {
 		return fmt.Errorf("%w: %s holds transaction %d or an earlier one; a stream can begin when it has ended", errHolder, found.Who, found.Xmin)
@@ -455,30 +493,29 @@ func (s *Source) checkHolder(ctx context.Context) error {
 
 // awaitHolder notes that the oldest running transaction must end first. Its age
 // may be hidden from this role.
-func (s *Source) awaitHolder(ctx context.Context, cause error) error {
-	rows, err := s.config.DB.Query(ctx, s.queries.oldest)
+func (s *Source) awaitHolder(ctx context.Context, life window.Life, cause error) error {
+	found, err := s.running(ctx)
 	if err != nil {
 		return errors.Join(cause, err)
 	}
-	var xmin int64
-	var age float64
-	var who string
-	if _, err := pgx.ForEachRow(rows, []any{&xmin, &age, &who}, func() error { return nil }); err != nil {
-		return errors.Join(cause, err)
+	if found.Xmin >= found.Xmax {
+		return cause // it has ended meanwhile
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.holder = uint64(xmin) //nolint:gosec // below 2^63 for centuries
-	return fmt.Errorf("%w: %s holds transaction %d or an earlier one", errHolder, who, xmin)
+	s.holder = holder{xid: uint64(found.Xmin), life: life} //nolint:gosec // below 2^63 for centuries
+	return fmt.Errorf("%w: %s holds transaction %d or an earlier one; a stream can begin when it has ended", errHolder, found.Who, found.Xmin)
 }
 
-// checkPinned returns errPinned when the slot keeps too much WAL. Then the
-// oldest running transaction must end before there is another slot, which it
-// would pin just so.
-func (s *Source) checkPinned(ctx context.Context, slot string) error {
-	ctx, cancel := context.WithTimeout(ctx, s.config.Timeout)
+// checkPinned returns errPinned when the slot keeps too much WAL, because a
+// transaction has been running for long: it must end before there is another
+// slot, which it would pin just so. Without one the slot moves on every quarter
+// of a minute, when the server logs which transactions run, so it may keep more
+// for that long on a server that writes much.
+func (s *Source) checkPinned(ctx context.Context, of *session) error {
+	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
-	rows, err := s.config.Barrier.Query(ctx, s.queries.pinned, slot)
+	rows, err := s.config.DB.Query(ctx, s.queries.pinned, of.slot)
 	if err != nil {
 		return fmt.Errorf("look at the slot: %w", err)
 	}
@@ -486,14 +523,20 @@ func (s *Source) checkPinned(ctx context.Context, slot string) error {
 	if _, err := pgx.ForEachRow(rows, []any{&bytes, &xmin, &xmax}, func() error { return nil }); err != nil {
 		return fmt.Errorf("look at the slot: %w", err)
 	}
-	if bytes <= s.config.MaxPinned {
-		return nil
+	of.mu.Lock()
+	if oldest := uint64(xmin); oldest != of.oldest { //nolint:gosec // below 2^63 for centuries
+		of.oldest, of.oldestSince = oldest, time.Now()
 	}
-	if xmin >= xmax {
-		return fmt.Errorf("%w: %d bytes", errPinned, bytes) // nobody runs: the server is behind
+	long := xmin < xmax && time.Since(of.oldestSince) >= oldTransaction
+	of.mu.Unlock()
+	switch {
+	case bytes > s.config.MaxPinned && long:
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.holder = holder{xid: uint64(xmin), life: of.base.life} //nolint:gosec // below 2^63 for centuries
+		return fmt.Errorf("%w: %w: %d bytes since transaction %d began", errHolder, errPinned, bytes, xmin)
+	case bytes > pinnedFactor*s.config.MaxPinned:
+		return fmt.Errorf("%w: %d bytes, and the server is behind", errPinned, bytes)
 	}
-	s.mu.Lock()
-	s.holder = uint64(xmin) //nolint:gosec // below 2^63 for centuries
-	s.mu.Unlock()
-	return fmt.Errorf("%w: %w: %d bytes are kept since transaction %d began", errHolder, errPinned, bytes, xmin)
+	return nil
 }

@@ -167,6 +167,9 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 	if !c.Covers(pos.P) {
 		return Page{}, fmt.Errorf("%w: position %q, server %q", ErrWentBack, pos.P, c)
 	}
+	if lost := unseen(pos.Ahead, c); len(lost) > 0 {
+		return Page{}, fmt.Errorf("%w: transaction %d was handed out, server %q", ErrWentBack, lost[0].XID, c)
+	}
 	window := pos
 	window.C, window.Top, window.At, window.lateXids = c, head.top, 0, head.lateXids
 	page.start = window

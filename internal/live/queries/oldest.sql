@@ -1,6 +1,6 @@
 -- The oldest running or prepared transaction: the creation of a slot would wait
 -- for it. Sessions of other roles show their age only to pg_read_all_stats.
-SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint, pg_snapshot_xmax(pg_current_snapshot())::text::bigint,
        coalesce(o.age, 0)::float8, coalesce(o.who, 'an unknown session')
 FROM (SELECT) AS one
 LEFT JOIN LATERAL (
