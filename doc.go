@@ -7,8 +7,8 @@
 // # Promises
 //
 //   - Atomic. A message exists if, and only if, its transaction committed. The
-//     exception is synchronous_commit=off: a subscriber may then see what a
-//     crash of the server makes undone.
+//     exception is synchronous_commit=off: a subscriber that polls may then see
+//     what a crash of the server makes undone.
 //   - Nothing is lost. Every committed message reaches every consumer group at
 //     least once: across crashes of processes and of the server, and however
 //     long a transaction stays open.
@@ -44,9 +44,11 @@
 // # Subscribing
 //
 // A [Consumer] is one per process and database. It has connections of its own,
-// beside the application's pool, and looks for new messages of all topics with
-// one statement per [ConsumerConfig].PollInterval. A Subscriber is one per
-// consumer group and costs next to nothing.
+// beside the application's pool, and finds new messages of all topics in one
+// stream from the server's write-ahead log, or where that is not to be had with
+// one statement per [ConsumerConfig].PollInterval; see [Mode], and
+// [Consumer.Status] for what it does now. A Subscriber is one per consumer group
+// and costs next to nothing.
 //
 // Within a group a topic is delivered strictly in order: one message is in
 // flight, the next follows its Ack, and a Nack brings the same message again
@@ -60,8 +62,9 @@
 //
 // # Defaults
 //
-// The zero value of each configuration works. A message is seen within 100 ms
-// ([DefaultPollInterval]), positions are stored every 250 ms
+// The zero value of each configuration works. The write-ahead log is read when
+// that is possible ([ModeAuto]); a message that is polled for is seen within 100
+// ms ([DefaultPollInterval]), positions are stored every 250 ms
 // ([DefaultCheckpointInterval]), a dead process is replaced after 10 s
 // ([DefaultLease]), and a Nack costs 100 ms at first, 10 s at most
 // ([DefaultMinBackoff], [DefaultMaxBackoff]).
