@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -12,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -24,6 +26,9 @@ var sessionSettings = map[string]string{
 	// as the database's default, positions would conflict (40001).
 	"default_transaction_isolation": "read committed",
 	"search_path":                   "",
+	// Beats and positions wait for no standby: a lease would be lost with each
+	// stall, and a position that a failover forgets costs a repeat.
+	"synchronous_commit": "local",
 	// The statements are small and their plans known: by index, in order. The
 	// statistics of a table that was empty a minute ago are not.
 	"jit":                             "off",
@@ -76,11 +81,23 @@ func requireReadWrite(ctx context.Context, conn *pgconn.PgConn) error {
 func (c *Consumer) failed(err error) {
 	switch sqlState(err) {
 	case stateReadOnly, stateFeature: // the latter is how a standby refuses unlogged tables
-		c.pool.Reset()
+		c.reconnect()
 	case "":
-		if !errors.Is(err, context.Canceled) {
+		if errors.Is(err, window.ErrOtherLife) {
+			c.reconnect()
+		} else if !errors.Is(err, context.Canceled) {
 			c.pool.Reset() // no answer, or another life of the server
 		}
+	}
+}
+
+// reconnect has all connections made again before their next use: some lead to a
+// server that the others do not.
+func (c *Consumer) reconnect() {
+	c.pool.Reset()
+	c.beat.reset.Store(true)
+	if c.barrier != nil {
+		c.barrier.reset.Store(true)
 	}
 }
 
@@ -95,9 +112,16 @@ SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, cu
            WHERE c.oid IS NULL OR NOT has_table_privilege(c.oid, w.privilege)), '')
 FROM pg_catalog.pg_namespace n WHERE n.nspname = $1::text`
 
-// checkConsumer refuses an installation that would not deliver.
-func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, logger watermill.LoggerAdapter) error {
-	row := schema.PgxRow(pool)
+// checkConsumer refuses an installation that would not deliver. It looks through
+// a connection of its own, which has the setting that publishers have by default
+// for what schema.Check has to say of it.
+func checkConsumer(ctx context.Context, config *pgxpool.Config, schemaName string, logger watermill.LoggerAdapter) error {
+	config = config.Copy()
+	config.ConnConfig.RuntimeParams = maps.Clone(config.ConnConfig.RuntimeParams)
+	delete(config.ConnConfig.RuntimeParams, "synchronous_commit")
+	conn := &reservedConn{config: config}
+	defer conn.close()
+	row := schema.PgxRow(conn)
 	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
 		return err
 	}
@@ -122,7 +146,7 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 	if hidden {
 		return fmt.Errorf("schema %q, role %q: %w", schemaName, role, ErrRowSecurity)
 	}
-	differences, err := schema.Check(ctx, pool, schema.Config{Name: schemaName})
+	differences, err := schema.Check(ctx, conn, schema.Config{Name: schemaName})
 	if err != nil {
 		return err
 	}
@@ -141,6 +165,9 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 type reservedConn struct {
 	config *pgxpool.Config
 
+	// reset, from any goroutine, asks for another connection.
+	reset atomic.Bool
+
 	conn *pgx.Conn
 	// last is the answer of the statement before: what went wrong with it.
 	last pgx.Rows
@@ -148,7 +175,7 @@ type reservedConn struct {
 
 // Query runs one statement, whose rows are read before the next.
 func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	if r.last != nil && r.last.Err() != nil {
+	if r.reset.Swap(false) || r.last != nil && r.last.Err() != nil {
 		r.close() // it may lead to a server that is no longer the right one
 	}
 	if r.conn == nil || r.conn.IsClosed() {

@@ -13,8 +13,6 @@ import (
 	"github.com/millrace/watermill-outbox/internal/window"
 )
 
-var errNewLife = errors.New("the server began another life (a crash, a failover), positions are read again")
-
 const (
 	// maxQueryTimeout is how far the time limit of a page grows that ran into it.
 	maxQueryTimeout = time.Hour
@@ -126,8 +124,8 @@ func (r *reading) fromTable(ctx context.Context) *live.Buffer {
 			continue
 		case page.Life != r.held.Life:
 			drop()
-			r.held.Lose(errNewLife)
-			r.consumer.pool.Reset() // it may hold connections to either server
+			r.held.Lose(window.ErrOtherLife)
+			r.consumer.failed(window.ErrOtherLife)
 			return nil
 		}
 		failures, limit = 0, r.consumer.config.QueryTimeout

@@ -264,7 +264,7 @@ func (m *Manager) compare(holding cursor.Holding, sent time.Time) {
 		epoch, held := holding.Epochs[key]
 		switch {
 		case holding.Life != lease.Life:
-			err := fmt.Errorf("%s: the server began another life", key)
+			err := fmt.Errorf("%s: %w", key, window.ErrOtherLife)
 			lease.Lose(err)
 			m.config.Failed(err)
 		case !held || epoch != lease.epoch:

@@ -69,7 +69,7 @@ func (s *Source) ask(ctx context.Context) (sample, error) {
 func (i identity) differs(now identity) error {
 	switch {
 	case now.life != i.life || now.timeline != i.timeline:
-		return fmt.Errorf("%w: it is in another life or on another timeline than the stream", errOtherServer)
+		return errOtherServer
 	case now.publication != i.publication:
 		return errPublicationChanged
 	}

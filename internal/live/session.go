@@ -13,7 +13,7 @@ import (
 
 // Why a session ends, beside the errors of package replication.
 var (
-	errOtherServer        = errors.New("the server is another")
+	errOtherServer        = fmt.Errorf("the server is another than the stream's: %w", window.ErrOtherLife)
 	errPublicationChanged = errors.New("the publication was altered or dropped")
 	errPinned             = errors.New("the slot keeps too much WAL")
 )
@@ -59,8 +59,8 @@ type session struct {
 	// oldest is the oldest running transaction, and since when it is.
 	oldest      uint64
 	oldestSince time.Time
-	topics map[string]*topic
-	log    *table
+	topics      map[string]*topic
+	log         *table
 	// transactions are those received and not handed over, in the order of
 	// their commits. The last may still be coming in.
 	transactions []*transaction

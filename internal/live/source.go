@@ -393,6 +393,10 @@ func (s *Source) openOn(ctx context.Context, conn *replication.Conn, before iden
 	case fmt.Sprint(first.life.Era) != system.ID || first.timeline != fmt.Sprintf("%08X", system.Timeline):
 		return nil, fmt.Errorf("%w: replication and ordinary connections lead to different servers", errOtherServer)
 	}
+	// A copy of the server says the same of itself, but has not this slot.
+	if _, err := s.pinned(ctx, s.config.Barrier, slot); err != nil {
+		return nil, err
+	}
 	if err := before.differs(first.identity); err != nil {
 		return nil, err
 	}
@@ -507,6 +511,27 @@ func (s *Source) awaitHolder(ctx context.Context, life window.Life, cause error)
 	return fmt.Errorf("%w: %s holds transaction %d or an earlier one; a stream can begin when it has ended", errHolder, found.Who, found.Xmin)
 }
 
+// pinned is what a slot keeps, and the oldest running transaction.
+type pinned struct {
+	Bytes, Xmin, Xmax int64
+}
+
+// pinned looks at the slot; errOtherServer says that there is none.
+func (s *Source) pinned(ctx context.Context, db DB, slot string) (pinned, error) {
+	rows, err := db.Query(ctx, s.queries.pinned, slot)
+	if err != nil {
+		return pinned{}, fmt.Errorf("look at the slot: %w", err)
+	}
+	found, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[pinned])
+	if errors.Is(err, pgx.ErrNoRows) {
+		return pinned{}, fmt.Errorf("%w: the slot is not where messages are read", errOtherServer)
+	}
+	if err != nil {
+		return pinned{}, fmt.Errorf("look at the slot: %w", err)
+	}
+	return found, nil
+}
+
 // checkPinned returns errPinned when the slot keeps too much WAL, because a
 // transaction has been running for long: it must end before there is another
 // slot, which it would pin just so. Without one the slot moves on every quarter
@@ -515,14 +540,12 @@ func (s *Source) awaitHolder(ctx context.Context, life window.Life, cause error)
 func (s *Source) checkPinned(ctx context.Context, of *session) error {
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
-	rows, err := s.config.DB.Query(ctx, s.queries.pinned, of.slot)
+	// By way of the pool, which readers use: it must lead to the same server.
+	slot, err := s.pinned(ctx, s.config.DB, of.slot)
 	if err != nil {
-		return fmt.Errorf("look at the slot: %w", err)
+		return err
 	}
-	var bytes, xmin, xmax int64
-	if _, err := pgx.ForEachRow(rows, []any{&bytes, &xmin, &xmax}, func() error { return nil }); err != nil {
-		return fmt.Errorf("look at the slot: %w", err)
-	}
+	bytes, xmin, xmax := slot.Bytes, slot.Xmin, slot.Xmax
 	of.mu.Lock()
 	if oldest := uint64(xmin); oldest != of.oldest { //nolint:gosec // below 2^63 for centuries
 		of.oldest, of.oldestSince = oldest, time.Now()

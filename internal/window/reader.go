@@ -40,6 +40,10 @@ func NewQueries(name string) *Queries {
 // memory means nothing, the one in the cursor is as old as the server.
 var ErrWentBack = errors.New("the server is older than the position")
 
+// ErrOtherLife says that a statement was answered in another life than the one
+// before, or by another server: connections lead to different ones, or did.
+var ErrOtherLife = errors.New("the server began another life (a crash, a failover), or is another one")
+
 // Querier runs one query, each in a transaction of its own.
 type Querier interface {
 	Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error)
