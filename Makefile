@@ -26,10 +26,10 @@ quickstart: ## Run an order service with an outbox, and check what it delivers
 # A run of the tests keeps the proofs short: see prove.
 test test-race: export OUTBOX_TEST_KILLS ?= 8
 test: ## Run the tests of all modules (GOTESTFLAGS)
-	$(GO) test -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
+	$(GO) test -timeout 14m -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
 
 test-race: ## Run the tests with the race detector (GOTESTFLAGS)
-	$(GO) test -race -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
+	$(GO) test -race -timeout 20m -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
 
 prove: ## Kill the consumer 50 times, weaken each mechanism and see its test fail
 	$(GO) test -v -count=1 -timeout 30m -run '^(TestKill|TestMutations)$$' ./tests

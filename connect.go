@@ -171,6 +171,8 @@ type reservedConn struct {
 	conn *pgx.Conn
 	// last is the answer of the statement before: what went wrong with it.
 	last pgx.Rows
+	// used says that the connection has answered before.
+	used bool
 }
 
 // Query runs one statement, whose rows are read before the next.
@@ -186,11 +188,16 @@ func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.
 		r.conn = conn
 	}
 	rows, err := r.conn.Query(ctx, sql, args...)
+	if err != nil && r.used && pgconn.SafeToRetry(err) {
+		// It broke while nobody used it, and the server has seen nothing of this.
+		r.close()
+		return r.Query(ctx, sql, args...)
+	}
 	if err != nil {
 		r.close()
 		return nil, err
 	}
-	r.last = rows
+	r.last, r.used = rows, true
 	return rows, nil
 }
 
@@ -217,7 +224,7 @@ func (r *reservedConn) connect(ctx context.Context) (*pgx.Conn, error) {
 }
 
 func (r *reservedConn) close() {
-	r.last = nil
+	r.last, r.used = nil, false
 	if r.conn == nil {
 		return
 	}

@@ -88,7 +88,8 @@ type ConsumerConfig struct {
 	// MaxSlotWAL is how many bytes of WAL the server may have to keep for the
 	// stream's replication slot, which a long transaction anywhere on the server
 	// pins. Beyond it the slot is given up until that transaction has ended.
-	// Too little gives up the WAL for transactions that are nothing special, too
+	// Without one the slot moves on about every 15 s, whatever was written
+	// meanwhile; then four times as much is allowed. Too little gives up the WAL for transactions that are nothing special, too
 	// much fills the server's disk. At least MinMaxSlotWAL. Defaults to
 	// DefaultMaxSlotWAL.
 	MaxSlotWAL int64

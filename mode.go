@@ -2,6 +2,7 @@ package outbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -46,7 +47,7 @@ const (
 	// poll.
 	maxLag = 500 * time.Millisecond
 	// barrierTimeout bounds the statement that a message from the WAL waits for.
-	barrierTimeout = time.Second
+	barrierTimeout = 750 * time.Millisecond
 	// liveTick is the longest time between two looks at how far the server is.
 	liveTick = 100 * time.Millisecond
 )
@@ -82,7 +83,11 @@ func (c *Consumer) connectStream(ctx context.Context, options replication.Connec
 		return nil
 	}
 	c.gate.guard(&config.Config, false, false)
-	return replication.Connect(ctx, &config.Config, options)
+	conn, err := replication.Connect(ctx, &config.Config, options)
+	if errors.Is(err, replication.ErrUnsupported) {
+		return nil, fmt.Errorf("%w; if there is a pooler in between that knows no replication, connect the Consumer to the server directly, or set ModePoll", err)
+	}
+	return conn, err
 }
 
 // walProblems says what somebody has to change before the WAL can be read.

@@ -213,26 +213,38 @@ func (r *reading) patience() time.Duration {
 
 // fromWAL hands on what the stream has, until the reader is detached from it.
 func (r *reading) fromWAL(ctx context.Context, buffer *live.Buffer) {
+	defer buffer.Close()
 	began := time.Now()
 	r.status.source(SourceWAL, "")
 	r.logger.Debug("Topic is read from the WAL", nil)
-	for {
+	gone := buffer.Gone()
+	for ctx.Err() == nil {
 		rows, sample, ok := buffer.Next(ctx, r.reader.Limits)
 		if !ok {
 			break
 		}
 		page := window.LivePage(r.pos, buffer.Life(), rows, sample)
-		if !r.send(ctx, page) {
-			break
+		for sent := false; !sent && ctx.Err() == nil; {
+			select {
+			case r.out <- page:
+				r.pos, sent = page.End, true
+			case <-gone: // it shows at once, even if a handler never ends
+				r.detach(buffer.Err(), began)
+				gone = nil
+			case <-ctx.Done():
+			}
 		}
-		r.pos = page.End
 	}
-	why := buffer.Err()
-	buffer.Close()
-	if ctx.Err() != nil {
+	switch {
+	case ctx.Err() != nil:
 		r.status.source(SourceTable, "")
-		return
+	case gone != nil:
+		r.detach(buffer.Err(), began)
 	}
+}
+
+// detach notes why the reader is no longer live, and when to attach again.
+func (r *reading) detach(why error, began time.Time) {
 	if time.Since(began) > calm {
 		r.detached = 0
 	}

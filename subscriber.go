@@ -203,6 +203,23 @@ func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	return nil
 }
 
+// requireWAL refuses topics in ModeWAL when the WAL cannot be read.
+func (s *Subscriber) requireWAL(ctx context.Context, topic string) error {
+	if err := ValidateTopic(topic); err != nil {
+		return err
+	}
+	if s.stopping.Err() != nil {
+		return ErrSubscriberClosed
+	}
+	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
+	defer cancel()
+	defer context.AfterFunc(s.stopping, cancel)()
+	if err := s.consumer.requireWAL(ctx); err != nil {
+		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, err)
+	}
+	return nil
+}
+
 func (s *Subscriber) key(topic string) cursor.Key {
 	return cursor.Key{Group: s.config.ConsumerGroup, Topic: topic}
 }
@@ -218,11 +235,12 @@ func (s *Subscriber) key(topic string) cursor.Key {
 // end with Ack, Nack, the end of that grace period, and when another process
 // took the topic over.
 func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
-	if err := s.initialize(ctx, topic); err != nil {
+	// In this order: a refused Subscribe fixes no start position.
+	if err := s.requireWAL(ctx, topic); err != nil {
 		return nil, err
 	}
-	if err := s.consumer.requireWAL(ctx); err != nil {
-		return nil, fmt.Errorf("outbox: subscribe to topic %q: %w", topic, err)
+	if err := s.initialize(ctx, topic); err != nil {
+		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -32,6 +32,8 @@ type Buffer struct {
 
 	// ready gets something when there is something to take, or none will come.
 	ready chan struct{}
+	// gone is closed when the reader is detached.
+	gone chan struct{}
 
 	// Of the reader alone.
 	seen window.Snapshot // rows that it sees came from the table
@@ -128,6 +130,9 @@ func (b *Buffer) take(limits window.Limits) (rows []window.Row, snapshot window.
 	b.session.bytes -= size
 	return news, snapshot, n > 0, b.closed != nil
 }
+
+// Gone is closed when the reader is detached; Err says why.
+func (b *Buffer) Gone() <-chan struct{} { return b.gone }
 
 // Err says why the reader was detached; nil while it is not.
 func (b *Buffer) Err() error {

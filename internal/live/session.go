@@ -94,6 +94,8 @@ type topic struct {
 	// all later ones.
 	ready   bool
 	buffers []*Buffer
+	// pending counts the bytes of rows in transactions.
+	pending int
 }
 
 // from returns the xid from which on every transaction's rows of this topic are
@@ -199,14 +201,12 @@ func (s *session) insert(e *replication.Insert) error {
 	}
 	size := rowSize(&row)
 	if !s.fits(size) {
-		if t.refused == nil {
-			t.refused = map[string]struct{}{}
-		}
-		t.refused[wanted.name] = struct{}{}
+		t.refuse(wanted)
 	} else {
 		t.rows = append(t.rows, bufferedRow{topic: wanted, group: group, row: row})
 		t.bytes += size
 		s.bytes += size
+		wanted.pending += size
 	}
 	select {
 	case s.news <- struct{}{}:
@@ -215,32 +215,70 @@ func (s *session) insert(e *replication.Insert) error {
 	return nil
 }
 
-// fits makes room by closing the fullest buffers.
+// fits makes room where most is used: it closes the fullest buffer, or drops the
+// rows of the topic that has most in transactions, whose readers will be detached.
 func (s *session) fits(size int) bool {
 	if size > s.source.config.Bytes {
 		return false // whatever is closed
 	}
 	for s.bytes+size > s.source.config.Bytes {
 		var fullest *Buffer
+		var largest *topic
 		for _, t := range s.topics {
+			if t.pending > 0 && (largest == nil || t.pending > largest.pending) {
+				largest = t
+			}
 			for _, b := range t.buffers {
 				if b.bytes > 0 && (fullest == nil || b.bytes > fullest.bytes) {
 					fullest = b
 				}
 			}
 		}
-		if fullest == nil {
+		switch {
+		case fullest == nil && largest == nil:
 			return false
+		case fullest == nil || largest != nil && largest.pending > fullest.bytes:
+			s.refuse(largest)
+		default:
+			s.detach(fullest, errRefused)
 		}
-		s.detach(fullest, errRefused)
 	}
 	return true
+}
+
+// refuse drops a topic's rows from the transactions.
+func (s *session) refuse(topic *topic) {
+	for _, t := range s.transactions {
+		kept := t.rows[:0]
+		for _, row := range t.rows {
+			if row.topic != topic {
+				kept = append(kept, row)
+				continue
+			}
+			t.refuse(topic)
+			size := rowSize(&row.row)
+			t.bytes -= size
+			s.bytes -= size
+			topic.pending -= size
+		}
+		clear(t.rows[len(kept):])
+		t.rows = kept
+	}
+}
+
+// refuse notes that a row of the topic did not fit.
+func (t *transaction) refuse(topic *topic) {
+	if t.refused == nil {
+		t.refused = map[string]struct{}{}
+	}
+	t.refused[topic.name] = struct{}{}
 }
 
 // detach closes a buffer and drops what is in it: the table has it.
 func (s *session) detach(b *Buffer, why error) {
 	if b.closed == nil {
 		b.closed = why
+		close(b.gone)
 		for i, other := range b.topic.buffers {
 			if other == b {
 				b.topic.buffers = append(b.topic.buffers[:i:i], b.topic.buffers[i+1:]...)
@@ -271,7 +309,7 @@ func (s *session) attach(name, group string) *Buffer {
 	if t == nil {
 		return nil
 	}
-	b := &Buffer{session: s, topic: t, group: group, ready: make(chan struct{}, 1)}
+	b := &Buffer{session: s, topic: t, group: group, ready: make(chan struct{}, 1), gone: make(chan struct{})}
 	t.buffers = append(t.buffers, b)
 	return b
 }
@@ -468,26 +506,30 @@ func (s *session) handOverOne(t *transaction) {
 			}
 		}
 	}
+	// The transaction's own no longer, before fits looks for what to drop.
+	rows := t.rows
 	s.bytes -= t.bytes
-	for first := 0; first < len(t.rows); {
-		topic := t.rows[first].topic
+	t.rows, t.bytes, t.refused = nil, 0, nil
+	for i := range rows {
+		rows[i].topic.pending -= rowSize(&rows[i].row)
+	}
+	for first := 0; first < len(rows); {
+		topic := rows[first].topic
 		after := first + 1
-		for after < len(t.rows) && t.rows[after].topic == topic {
+		for after < len(rows) && rows[after].topic == topic {
 			after++
 		}
-		rows := t.rows[first:after]
 		if len(topic.buffers) > 1 {
-			for i := range rows {
-				rows[i].row.Shared = true
+			for i := range rows[first:after] {
+				rows[first+i].row.Shared = true
 			}
 		}
 		for _, b := range topic.buffers {
-			b.add(rows)
+			b.add(rows[first:after])
 			s.fits(0) // they count once for each reader
 		}
 		first = after
 	}
-	t.rows, t.bytes, t.refused = nil, 0, nil
 }
 
 // sample notes a new sample, and passes on the last one that holds: received is

@@ -36,7 +36,7 @@ const (
 	openTimeout = 20 * time.Second
 	// recheckInterval is how often a reason that takes a person is looked at
 	// again, holderInterval one that takes the end of a transaction.
-	recheckInterval = 30 * time.Second
+	recheckInterval = 10 * time.Second
 	holderInterval  = time.Second
 	// proven is how long a stream must have lasted for the back-off to begin
 	// again.
