@@ -78,6 +78,12 @@ type Options struct {
 	// Defaults to none.
 	ReadPause time.Duration
 
+	// ReadPauseRate is how many messages of the stream must come in a second
+	// before ReadPause applies, so that it costs no latency while little comes; a
+	// transaction of one row is three messages. Negative values are refused.
+	// Defaults to 0, always.
+	ReadPauseRate int
+
 	// CloseTimeout bounds the goodbye at the end of a stream: the last status
 	// is sent, and the server is waited for to hang up, by which it has let go
 	// of the slot. Defaults to DefaultCloseTimeout.
@@ -124,6 +130,8 @@ func (o Options) withDefaults(senderTimeout time.Duration) (Options, error) {
 		return o, fmt.Errorf("replication: StatusInterval is %s, it must be at most half of ReceiveTimeout, %s", o.StatusInterval, o.ReceiveTimeout)
 	case o.ReadPause < 0 || o.ReadPause > MaxReadPause:
 		return o, fmt.Errorf("replication: ReadPause is %s, it must be between 0 and %s", o.ReadPause, MaxReadPause)
+	case o.ReadPauseRate < 0:
+		return o, fmt.Errorf("replication: ReadPauseRate is %d, it must not be negative", o.ReadPauseRate)
 	case o.CloseTimeout < 0:
 		return o, fmt.Errorf("replication: CloseTimeout is %s, it must not be negative", o.CloseTimeout)
 	case o.QueueBytes < MinQueueBytes:

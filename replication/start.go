@@ -48,6 +48,7 @@ func begin(ctx context.Context, conn *Conn, slot string, start LSN, options Opti
 		wake:     make(chan struct{}, 1),
 		done:     make(chan struct{}),
 		lastRead: time.Now(),
+		rate:     rate{least: options.ReadPauseRate},
 	}
 	s.received.Store(uint64(start))
 	s.sink = makeSink(s, options)

@@ -29,6 +29,7 @@ type Stream struct {
 	lastRead   time.Time // when something came in, or a pause was over
 	hasRead    bool      // something came in since the last sleep for ReadPause
 	paused     bool      // the sink was full in the last turn
+	rate       rate
 	out        [64]byte
 
 	received     atomic.Uint64 // an LSN
@@ -173,7 +174,7 @@ func (s *Stream) step() error {
 	waits := frontend.ReadBufferLen() == 0 && s.conn.in.Buffered() == 0
 	if waits {
 		s.sink.flush(false)
-		if s.hasRead && s.options.ReadPause > 0 {
+		if s.hasRead && s.options.ReadPause > 0 && s.rate.reached() {
 			s.hasRead = false
 			time.Sleep(s.options.ReadPause)
 		}
@@ -188,6 +189,7 @@ func (s *Stream) step() error {
 	if waits {
 		now = time.Now()
 	}
+	s.rate.count(now)
 	s.lastRead, s.hasRead = now, true
 	return s.take(now, message)
 }

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/millrace/watermill-outbox/internal/backoff"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/replication"
 )
@@ -30,6 +31,10 @@ const (
 	// idleTicks is how many ticks pass between two samples when nobody is
 	// attached.
 	idleTicks = 4
+	// A look costs the server as much as some transactions, so when one was about
+	// paceFrom of them the next begins no sooner than pace after it.
+	paceFrom = 12
+	pace     = 2 * time.Millisecond
 	// pinnedInterval is how often the slot is looked at.
 	pinnedInterval = 2 * time.Second
 	// walPage divides the size of the log's pages, 8192 unless PostgreSQL was
@@ -52,7 +57,8 @@ type session struct {
 	news chan struct{}
 
 	// Of the dispatcher alone.
-	held time.Duration // the pause before the next look for held transactions
+	held  time.Duration // the pause before the next look for held transactions
+	batch int           // how many transactions the last look was about
 
 	mu     sync.Mutex
 	stream *replication.Stream
@@ -158,17 +164,8 @@ func (s *session) receive(event replication.Event) error {
 	return nil // the rest is other tables' and other people's business
 }
 
-// passed notes how far the stream has come, and confirms it: the tables keep
-// what readers have not handled.
-func (s *session) passed(lsn replication.LSN) {
-	if lsn <= s.received {
-		return
-	}
-	s.received = lsn
-	if s.stream != nil {
-		_ = s.stream.Confirm(lsn) // fails when the stream has ended, which is seen elsewhere
-	}
-}
+// passed notes how far the stream has come.
+func (s *session) passed(lsn replication.LSN) { s.received = max(s.received, lsn) }
 
 func (s *session) insert(e *replication.Insert) error {
 	if s.log == nil || s.log.relation != e.Relation {
@@ -391,8 +388,12 @@ func (s *session) run(ctx context.Context) error {
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
+		began := time.Now()
 		if err := s.step(ctx, due); err != nil {
 			return err
+		}
+		if s.batch >= paceFrom {
+			backoff.Wait(ctx, pace-time.Since(began))
 		}
 		if s.held > 0 {
 			again.Reset(s.held)
@@ -418,8 +419,13 @@ func (s *session) unattended() bool {
 
 // step hands over what is visible. With due, it takes a sample in any case.
 func (s *session) step(ctx context.Context, due bool) error {
+	s.batch = 0
 	s.mu.Lock()
 	received := s.received
+	if s.stream != nil {
+		// The tables keep what readers have not handled.
+		_ = s.stream.Confirm(received) // fails when the stream has ended, which is seen elsewhere
+	}
 	asks := due
 	for _, t := range s.transactions {
 		asks = asks || !t.visible && !t.empty()
@@ -448,6 +454,7 @@ func (s *session) step(ctx context.Context, due bool) error {
 	holds := false
 	for _, t := range s.transactions {
 		if !t.visible {
+			s.batch++
 			t.visible = answer.snapshot.Sees(replication.WidenXID(t.xid, answer.snapshot.Xmax()))
 			holds = holds || !t.visible && !t.empty()
 		}

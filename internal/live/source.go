@@ -46,7 +46,11 @@ const (
 	// transaction pins.
 	pinnedFactor = 4
 
-	readBuffer = 256 << 10
+	// readBuffer, and a pause before reads when much comes in, let one read take
+	// many messages, each of which would wake the reader and slow the sender.
+	readBuffer    = 256 << 10
+	readPause     = 200 * time.Microsecond
+	readPauseRate = 6000
 )
 
 // errHolder says that a stream has to wait for a transaction.
@@ -413,6 +417,7 @@ func (s *Source) openOn(ctx context.Context, conn *replication.Conn, before iden
 	stream, err := replication.Start(ctx, conn, slot, created.ConsistentPoint, replication.Options{
 		Publications: []string{s.config.Publication}, Binary: true,
 		StatusInterval: time.Second, ReceiveTimeout: 10 * time.Second,
+		ReadPause: readPause, ReadPauseRate: readPauseRate,
 	}, session.receive)
 	if err != nil {
 		s.mu.Lock()
