@@ -251,11 +251,12 @@ func (s *Source) set(state State, reason string, wake bool) {
 	if before.State == state && before.Reason == reason {
 		return
 	}
-	switch {
-	case state == Open:
+	switch state {
+	case Open:
 		s.config.Logger.Info("Messages are read from the WAL", nil)
-	case state == Lagging, state == Waiting:
+	case Lagging, Waiting:
 		s.config.Logger.Info("Messages are polled: "+reason, nil)
+	case Idle, Opening:
 	}
 }
 
