@@ -18,8 +18,7 @@ var (
 const (
 	// sampleInterval is how often an idle reader's position moves.
 	sampleInterval = time.Second
-	// rowsPerMark is how many rows there are to a mark at least, but for the
-	// last two.
+	// rowsPerMark is from how many rows on the last mark stays where it is.
 	rowsPerMark = 64
 )
 
@@ -171,19 +170,20 @@ func (b *Buffer) add(rows []bufferedRow) {
 	}
 }
 
-// mark puts a sample in. A reader without news gets one from time to time.
+// mark puts a sample in. A reader without news gets one from time to time; one
+// that has not taken the last mark, and has no news behind it, gets no other.
 func (b *Buffer) mark(s sample) {
 	switch last := len(b.marks) - 1; {
 	case b.closed != nil:
 		return
-	case last > 0 && b.put > b.marked && b.put-b.marks[last-1].after < rowsPerMark:
+	case last >= 0 && b.put == b.marked:
+		b.marks[last].snapshot = s.snapshot
+		return
+	case last > 0 && b.put-b.marks[last-1].after < rowsPerMark:
 		// Moved behind the new rows: marks are not counted, and must stay few.
 		b.marks[last] = mark{after: b.put, snapshot: s.snapshot}
 	case b.put > b.marked || s.at.Sub(b.last) >= sampleInterval:
 		b.marks = append(b.marks, mark{after: b.put, snapshot: s.snapshot})
-	case last >= 0: // not taken yet, and nothing came since
-		b.marks[last].snapshot = s.snapshot
-		return
 	default:
 		return
 	}

@@ -319,3 +319,20 @@ func TestNextWaits(t *testing.T) {
 		require.Zero(t, r.source.Status().Attached)
 	})
 }
+
+// A reader that hung in its handler was given a sample each second, and kept them
+// all until it came back.
+func TestStuckReaderKeepsFewIdleSamples(t *testing.T) {
+	t.Parallel()
+
+	r := newRig(t, testBytes, "topic")
+	b := r.attach("topic", "group")
+	put(b, 1, 1)
+	now := time.Now()
+	for n := range 36_000 {
+		b.mark(numbered(t, n, now.Add(time.Duration(n)*100*time.Millisecond)))
+	}
+	require.Len(t, b.marks, 1)
+	_, samples := takeAll(b)
+	require.Equal(t, numbered(t, 35_999, now).snapshot, samples[0])
+}

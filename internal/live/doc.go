@@ -54,8 +54,8 @@
 //
 // # Bounds
 //
-// The receiver never stops reading, and confirms what it has received at once:
-// nothing on the server waits for a reader. One bound of bytes covers all that
+// The receiver never stops reading, and the dispatcher confirms what came in with
+// each batch and tick: nothing on the server waits for a reader. One bound of bytes covers all that
 // is between the connection and the readers. A row that does not fit closes the
 // fullest buffer. A buffer that is closed, for whatever reason, is emptied: the
 // reader finds in the table what it has not taken, so what a stuck one holds

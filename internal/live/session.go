@@ -351,6 +351,7 @@ func (s *session) run(ctx context.Context) error {
 	defer looking.Wait()
 	defer cancel()
 	pinned := make(chan error, 1)
+	looks := make(chan struct{}, 1) // one at a time
 	tick := time.NewTicker(s.source.config.Tick)
 	defer tick.Stop()
 	look := time.NewTicker(pinnedInterval)
@@ -372,7 +373,13 @@ func (s *session) run(ctx context.Context) error {
 			if !s.source.isWanted() {
 				return errIdle
 			}
+			select {
+			case looks <- struct{}{}:
+			default:
+				continue // the pool is busy
+			}
 			looking.Go(func() {
+				defer func() { <-looks }()
 				if err := s.source.checkPinned(ctx, s); err != nil {
 					select {
 					case pinned <- err:

@@ -544,10 +544,13 @@ func (s *Source) pinned(ctx context.Context, db DB, slot string) (pinned, error)
 // of a minute, when the server logs which transactions run, so it may keep more
 // for that long on a server that writes much.
 func (s *Source) checkPinned(ctx context.Context, of *session) error {
-	ctx, cancel := context.WithTimeout(ctx, openTimeout)
+	limited, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
 	// By way of the pool, which readers use: it must lead to the same server.
-	slot, err := s.pinned(ctx, s.config.DB, of.slot)
+	slot, err := s.pinned(limited, s.config.DB, of.slot)
+	if err != nil && limited.Err() != nil {
+		return nil //nolint:nilerr // the pool was busy: nothing is known
+	}
 	if err != nil {
 		return err
 	}
