@@ -26,9 +26,6 @@ var sessionSettings = map[string]string{
 	// as the database's default, positions would conflict (40001).
 	"default_transaction_isolation": "read committed",
 	"search_path":                   "",
-	// Beats and positions wait for no standby: a lease would be lost with each
-	// stall, and a position that a failover forgets costs a repeat.
-	"synchronous_commit": "local",
 	// The statements are small and their plans known: by index, in order. The
 	// statistics of a table that was empty a minute ago are not.
 	"jit":                             "off",
@@ -61,7 +58,23 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 		// A host that became a standby, or one of several, is no use.
 		pool.ConnConfig.ValidateConnect = requireReadWrite
 	}
+	pool.AfterConnect = commitLocally(pool.AfterConnect)
 	return pool
+}
+
+// commitLocally follows on the user's hook, if there is one. Beats and positions
+// wait for no standby: a stall would cost the lease, and a position that a
+// failover forgets costs a repeat. What does not even wait for the disk stays so.
+func commitLocally(hook func(context.Context, *pgx.Conn) error) func(context.Context, *pgx.Conn) error {
+	return func(ctx context.Context, conn *pgx.Conn) error {
+		if hook != nil {
+			if err := hook(ctx, conn); err != nil {
+				return err
+			}
+		}
+		_, err := conn.Exec(ctx, "SELECT set_config('synchronous_commit', 'local', false) WHERE current_setting('synchronous_commit') <> 'off'")
+		return err
+	}
 }
 
 // requireReadWrite refuses a connection to a server that takes no writes.
@@ -112,16 +125,9 @@ SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, cu
            WHERE c.oid IS NULL OR NOT has_table_privilege(c.oid, w.privilege)), '')
 FROM pg_catalog.pg_namespace n WHERE n.nspname = $1::text`
 
-// checkConsumer refuses an installation that would not deliver. It looks through
-// a connection of its own, which has the setting that publishers have by default
-// for what schema.Check has to say of it.
-func checkConsumer(ctx context.Context, config *pgxpool.Config, schemaName string, logger watermill.LoggerAdapter) error {
-	config = config.Copy()
-	config.ConnConfig.RuntimeParams = maps.Clone(config.ConnConfig.RuntimeParams)
-	delete(config.ConnConfig.RuntimeParams, "synchronous_commit")
-	conn := &reservedConn{config: config}
-	defer conn.close()
-	row := schema.PgxRow(conn)
+// checkConsumer refuses an installation that would not deliver.
+func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, logger watermill.LoggerAdapter) error {
+	row := schema.PgxRow(pool)
 	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
 		return err
 	}
@@ -146,7 +152,7 @@ func checkConsumer(ctx context.Context, config *pgxpool.Config, schemaName strin
 	if hidden {
 		return fmt.Errorf("schema %q, role %q: %w", schemaName, role, ErrRowSecurity)
 	}
-	differences, err := schema.Check(ctx, conn, schema.Config{Name: schemaName})
+	differences, err := schema.Check(ctx, pool, schema.Config{Name: schemaName})
 	if err != nil {
 		return err
 	}

@@ -235,7 +235,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	if err != nil {
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}
-	if err := checkConsumer(ctx, poolConfig, config.Schema, logger); err != nil {
+	if err := checkConsumer(ctx, pool, config.Schema, logger); err != nil {
 		pool.Close()
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}

@@ -24,7 +24,11 @@ func TestServerCrash(t *testing.T) {
 	f, _ := newOwnFixture(t, pgtest.Options{Settings: map[string]string{
 		"synchronous_commit": "off", "bgwriter_lru_maxpages": "0", "max_connections": "50",
 	}})
-	consumer := f.consumer(func(c *outbox.ConsumerConfig) { c.CheckpointInterval = 10 * time.Millisecond })
+	// By polling: what comes from the WAL is safe, see
+	// TestCrashForgetsNothingThatCameFromTheWAL.
+	consumer := f.consumer(func(c *outbox.ConsumerConfig) {
+		c.CheckpointInterval, c.Mode = 10*time.Millisecond, outbox.ModePoll
+	})
 	_, messages := f.subscribe(consumer, outbox.SubscriberConfig{PageSize: 20}, "topic")
 
 	type delivery struct {

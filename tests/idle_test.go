@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
 // A timer and a query for each topic, times the number of processes, load a
@@ -19,7 +20,8 @@ func TestManyIdleTopics(t *testing.T) {
 	t.Parallel()
 
 	const topics, seconds = 50, 5
-	f := newFixture(t)
+	// A server of its own: a slot waits for everybody's transactions.
+	f, _ := newOwnFixture(t, pgtest.Options{})
 	load := &loadCounter{}
 	db := f.pool.Config()
 	db.ConnConfig.Tracer = load
@@ -45,6 +47,9 @@ func TestManyIdleTopics(t *testing.T) {
 		f.awaitStored(t, strconv.Itoa(i))
 	}
 
+	if testMode != outbox.ModePoll {
+		awaitLive(t, consumer)
+	}
 	before := load.statements.Load()
 	begin := time.Now()
 	time.Sleep(seconds * time.Second) // the time in which nothing is to happen
