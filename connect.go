@@ -171,6 +171,9 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 type reservedConn struct {
 	config *pgxpool.Config
 
+	// limit bounds the making of the connection; 0 leaves that to the statement's
+	// context.
+	limit time.Duration
 	// reset, from any goroutine, asks for another connection.
 	reset atomic.Bool
 
@@ -187,14 +190,17 @@ func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.
 		r.close() // it may lead to a server that is no longer the right one
 	}
 	if r.conn == nil || r.conn.IsClosed() {
-		conn, err := r.connect(ctx)
+		conn, err := r.connectInTime(ctx)
 		if err != nil {
 			return nil, err
 		}
 		r.conn = conn
+		if ctx.Err() != nil {
+			return nil, ctx.Err() // it is there for the next
+		}
 	}
 	rows, err := r.conn.Query(ctx, sql, args...)
-	if err != nil && r.used && pgconn.SafeToRetry(err) {
+	if err != nil && ctx.Err() == nil && r.used && pgconn.SafeToRetry(err) {
 		// It broke while nobody used it, and the server has seen nothing of this.
 		r.close()
 		return r.Query(ctx, sql, args...)
@@ -205,6 +211,23 @@ func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.
 	}
 	r.last, r.used = rows, true
 	return rows, nil
+}
+
+// connectInTime is connect with a limit of its own, if there is one: a short one
+// for a statement would never do for a connection. A caller that gives up ends it
+// all the same.
+func (r *reservedConn) connectInTime(ctx context.Context) (*pgx.Conn, error) {
+	if r.limit == 0 {
+		return r.connect(ctx)
+	}
+	connecting, cancel := context.WithTimeout(context.WithoutCancel(ctx), r.limit)
+	defer cancel()
+	defer context.AfterFunc(ctx, func() {
+		if errors.Is(ctx.Err(), context.Canceled) {
+			cancel()
+		}
+	})()
+	return r.connect(connecting)
 }
 
 // connect does what the pool does, hooks included: they may carry a password

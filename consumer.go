@@ -257,7 +257,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
 	if config.Mode != ModePoll {
-		c.barrier = &reservedConn{config: poolConfig}
+		c.barrier = &reservedConn{config: poolConfig, limit: barrierConnect}
 		c.live = c.newSource()
 	}
 	return c, nil

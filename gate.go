@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -46,7 +47,7 @@ type gate struct {
 type blocked struct {
 	failures int
 	until    time.Time
-	trying   bool
+	trying   *attempt // nil if nobody is
 	err      error
 }
 
@@ -63,11 +64,14 @@ func (g *gate) guard(config *pgconn.Config, insist, judge bool) {
 	config.DialFunc = a.dial
 	validate := config.ValidateConnect
 	config.ValidateConnect = func(ctx context.Context, conn *pgconn.PgConn) error {
-		a.begun()
-		if validate == nil {
-			return nil
+		a.answered()
+		if validate != nil {
+			if err := validate(ctx, conn); err != nil {
+				return err
+			}
 		}
-		return validate(ctx, conn)
+		a.begun()
+		return nil
 	}
 }
 
@@ -78,103 +82,153 @@ type attempt struct {
 	insist, judge bool
 
 	mu      sync.Mutex
-	tried   map[string]bool // addresses that were let in
+	tried   map[string]bool // addresses that it was let in to
 	last    *gatedConn
 	session bool
 }
 
 func (a *attempt) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	a.mu.Lock()
-	free := a.session || a.insist || a.tried[address]
-	session := a.session
-	a.tried[address] = true
+	session, free := a.session, a.insist || a.tried[address]
 	a.mu.Unlock()
 	if session {
 		return a.gate.dial(ctx, network, address) // to cancel a statement
 	}
 	if !free {
-		if err := a.gate.enter(address); err != nil {
+		if err := a.gate.enter(a, address); err != nil {
 			return nil, err
 		}
 	}
+	began := time.Now()
 	conn, err := a.gate.dial(ctx, network, address)
 	if err != nil {
-		a.gate.leave(ctx, address, err)
+		a.gate.leave(a, address, verdict(ctx, began, err))
 		return nil, err
 	}
-	closed := errNoSession
-	if !a.judge {
-		closed = nil
-	}
-	gated := &gatedConn{Conn: conn, leave: func(err error) { a.gate.leave(ctx, address, err) }, closed: closed}
+	gated := &gatedConn{Conn: conn, attempt: a, address: address, failure: func() error {
+		if !a.judge {
+			return errNothing
+		}
+		return verdict(ctx, began, errNoSession)
+	}}
 	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.tried[address] = true
 	a.last = gated
-	a.mu.Unlock()
 	return gated, nil
 }
 
-// begun says that a session has begun on the connection that was dialled last.
+// answered says that the server at the other end of the last connection has let
+// us in.
+func (a *attempt) answered() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.last != nil {
+		a.last.tell(nil)
+	}
+}
+
+// begun says that the attempt is over and has succeeded.
 func (a *attempt) begun() {
+	a.answered()
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.session = true
-	if a.last != nil {
-		a.last.once.Do(func() { a.last.leave(nil) })
+}
+
+var (
+	errNoSession = errors.New("the host takes connections, but no session begins")
+	// errNothing stands for an end that says nothing of the host.
+	errNothing = errors.New("the caller gave up")
+)
+
+// fairTime is how long a host is given at least before it counts as down.
+const fairTime = 2 * time.Second
+
+// verdict is what a failure says of the host: nothing, if the caller gave up, or
+// gave it little time.
+func verdict(ctx context.Context, began time.Time, err error) error {
+	if errors.Is(ctx.Err(), context.Canceled) || ctx.Err() != nil && time.Since(began) < fairTime {
+		return errNothing
 	}
+	return err
 }
 
 // gatedConn tells its gate once how the attempt has ended.
 type gatedConn struct {
 	net.Conn
 
-	once  sync.Once
-	leave func(err error)
-	// closed is what it means that the connection is closed without a session.
-	closed error
+	attempt *attempt
+	address string
+	failure func() error // of a connection on which no session began
+
+	once sync.Once
+	told atomic.Bool
+	// read counts the bytes that came; noTLS says that it was one, N: the server
+	// has no TLS, and the connection is closed for that.
+	read  atomic.Int64
+	noTLS atomic.Bool
 }
 
-var errNoSession = errors.New("the host takes connections, but no session begins")
+func (c *gatedConn) tell(err error) {
+	c.once.Do(func() {
+		c.told.Store(true)
+		c.attempt.gate.leave(c.attempt, c.address, err)
+	})
+}
+
+// Read implements net.Conn.
+func (c *gatedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 && !c.told.Load() {
+		c.noTLS.Store(c.read.Add(int64(n)) == 1 && b[0] == 'N')
+	}
+	return n, err
+}
 
 // Close implements net.Conn.
 func (c *gatedConn) Close() error {
-	c.once.Do(func() { c.leave(c.closed) })
+	if c.noTLS.Load() {
+		c.tell(errNothing)
+	} else {
+		c.tell(c.failure())
+	}
 	return c.Conn.Close()
 }
 
 // enter returns an error instead of an attempt.
-func (g *gate) enter(address string) error {
+func (g *gate) enter(a *attempt, address string) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	host := g.hosts[address]
 	if host == nil {
 		return nil
 	}
-	if wait := time.Until(host.until); wait > 0 || host.trying {
+	if wait := time.Until(host.until); wait > 0 || host.trying != nil {
 		return fmt.Errorf("not tried again yet, after %d failures: %w", host.failures, host.err)
 	}
-	host.trying = true
+	host.trying = a
 	return nil
 }
 
-// leave notes how an attempt ended.
-func (g *gate) leave(ctx context.Context, address string, err error) {
+// leave notes how an attempt ended; errNothing says that nothing is known.
+func (g *gate) leave(a *attempt, address string, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	host := g.hosts[address]
-	switch {
-	case err == nil:
+	if err == nil {
 		delete(g.hosts, address)
 		return
-	case host == nil:
+	}
+	if host != nil && host.trying == a {
+		host.trying = nil
+	}
+	if errors.Is(err, errNothing) {
+		return
+	}
+	if host == nil {
 		host = &blocked{}
 		g.hosts[address] = host
-	}
-	host.trying = false
-	if context.Cause(ctx) == context.Canceled { //nolint:errorlint // the caller gave up, which says nothing of the host
-		if host.failures == 0 {
-			delete(g.hosts, address)
-		}
-		return
 	}
 	if time.Now().Before(host.until) {
 		return // attempts that began together count once

@@ -134,7 +134,9 @@ func TestGateLetsAnAttemptDialAgain(t *testing.T) {
 		a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
 		conn, err := a.dial(t.Context(), "tcp", "a")
 		require.NoError(t, err)
-		require.NoError(t, conn.Close()) // no TLS there
+		conn.(*gatedConn).noTLS.Store(true)
+		require.NoError(t, conn.Close())
+		require.Empty(t, g.hosts, "a server without TLS is not down")
 		_, err = a.dial(t.Context(), "tcp", "a")
 		require.NoError(t, err)
 		a.begun()
@@ -144,6 +146,76 @@ func TestGateLetsAnAttemptDialAgain(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, conn.Close())
 			require.Empty(t, g.hosts)
+		}
+	})
+}
+
+// A server without TLS answers N, and the connection is closed for that.
+func TestGateKnowsServersWithoutTLS(t *testing.T) {
+	t.Parallel()
+
+	client, server := net.Pipe()
+	g := newGate(func(context.Context, string, string) (net.Conn, error) { return client, nil })
+	a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+	conn, err := a.dial(t.Context(), "tcp", "a")
+	require.NoError(t, err)
+	go func() { _, _ = server.Write([]byte("N")) }() // read below
+	b := make([]byte, 1)
+	_, err = conn.Read(b)
+	require.NoError(t, err)
+	require.NoError(t, conn.Close())
+	require.Empty(t, g.hosts)
+}
+
+// An attempt that was refused is not let in by its second dial, which is what
+// sslmode=prefer does, and an attempt that is not the one that tries does not
+// end that one's turn.
+func TestGateRefusesTheSecondDialToo(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		hosts := &fakeHosts{down: map[string]bool{"a": true}, attempts: map[string]int{}, takes: time.Second}
+		g := newGate(hosts.dial)
+		first := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+		_, err := first.dial(t.Context(), "tcp", "a")
+		require.ErrorIs(t, err, errDown)
+		time.Sleep(gateRetry.Max)
+
+		trying := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			_, _ = trying.dial(t.Context(), "tcp", "a") // fails
+		}()
+		synctest.Wait()
+		refused := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+		for range 2 {
+			_, err = refused.dial(t.Context(), "tcp", "a")
+			require.ErrorContains(t, err, "not tried again yet")
+		}
+		lease := &attempt{gate: g, insist: true, judge: true, tried: map[string]bool{}}
+		_, err = lease.dial(t.Context(), "tcp", "a")
+		require.ErrorIs(t, err, errDown)
+		<-done
+		require.Equal(t, 3, hosts.attempts["a"])
+		require.Nil(t, g.hosts["a"].trying)
+	})
+}
+
+// A caller that gave a host little time learns nothing of it.
+func TestGateGivesAFairTime(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		hosts := &fakeHosts{attempts: map[string]int{}, takes: time.Minute}
+		g := newGate(hosts.dial)
+		for limit, counts := range map[time.Duration]bool{time.Second: false, 3 * time.Second: true} {
+			ctx, cancel := context.WithTimeout(t.Context(), limit)
+			a := &attempt{gate: g, judge: true, tried: map[string]bool{}}
+			_, err := a.dial(ctx, "tcp", limit.String())
+			cancel()
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			require.Equal(t, counts, g.hosts[limit.String()] != nil, limit)
 		}
 	})
 }

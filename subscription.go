@@ -8,6 +8,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/millrace/watermill-outbox/internal/backoff"
 	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/delivery"
 	"github.com/millrace/watermill-outbox/internal/lease"
@@ -57,16 +58,29 @@ func (s *subscription) run(stop context.Context) {
 // standby that lagged. In the same life it was removed by somebody, and stays
 // so. A group that started at the latest begins at the earliest then: where it
 // was is unknown, and to begin later could lose messages.
+//
+// It goes on until the database has answered: the lease may have been lost with
+// the server, and nobody would look again.
 func (s *subscription) recreate(stop context.Context, held *lease.Lease) {
+	for failures := 1; ; failures++ {
+		err := s.recreateOnce(stop, held)
+		if err == nil || stop.Err() != nil {
+			return
+		}
+		pause := readRetry.Delay(failures)
+		s.logger.Error("Cannot see whether the cursor outlived the server", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
+		backoff.Wait(stop, pause)
+	}
+}
+
+func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) error {
 	ctx, cancel := context.WithTimeout(stop, s.consumer.config.QueryTimeout)
 	defer cancel()
 	now, err := s.consumer.queries.Now(ctx, s.consumer.pool)
-	if err == nil && now.Life != held.Life {
-		err = s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, false)
+	if err != nil || now.Life == held.Life {
+		return err
 	}
-	if err != nil && stop.Err() == nil {
-		s.logger.Error("Cannot see whether the cursor outlived the server", err, nil)
-	}
+	return s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, false)
 }
 
 // deliver reads and hands out until the lease or stop ends.

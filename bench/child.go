@@ -8,6 +8,9 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"time"
+
+	outbox "github.com/millrace/watermill-outbox"
 )
 
 // envChild makes the program a child: one measurement in a process of its own,
@@ -18,21 +21,29 @@ const envChild = "OUTBOX_BENCH_CHILD"
 type task struct {
 	Name  string
 	URL   string
+	Mode  outbox.Mode
 	Topic string
 	N     int
 	// Page is the rows of a bare page.
 	Page int
-	// Seconds is how long to watch.
-	Seconds float64
+	// Payload is the SQL of those that are written meanwhile.
+	Payload string
+	// Settle is how many seconds to leave the process alone before it is
+	// measured, Seconds how long to watch.
+	Settle, Seconds float64
 }
 
 // tasks by name; each returns its measurements by name.
 var tasks = map[string]func(context.Context, task) (map[string]float64, error){
 	"memory of bare":   memoryOfBare,
 	"memory of outbox": memoryOfOutbox,
+	"memory of live":   memoryOfLive,
 	"idle bare":        idleBare,
 	"idle outbox":      idleOutbox,
 }
+
+// settle waits until what the process has begun is at rest.
+func (t task) settle() { time.Sleep(time.Duration(t.Settle * float64(time.Second))) }
 
 func isChild() bool { return os.Getenv(envChild) != "" }
 

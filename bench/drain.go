@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -16,13 +17,15 @@ import (
 const (
 	drainBacklog = 500_000
 	drainMin     = 0.6
+	drainAutoMin = 0.9
 	drainTurns   = 3 // in a round
 	barePage     = 1000
 )
 
 // drainScenario: a backlog through a channel, from Subscribe to the last Ack,
-// against keyset pages whose metadata are decoded.
-func drainScenario(ctx context.Context, b *bench) error {
+// against keyset pages whose metadata are decoded. In ModeAuto a backlog is read
+// from the table, too; the stream that is opened beside it must not cost much.
+func drainScenario(ctx context.Context, b *bench) (err error) {
 	b.options.rounds *= drainTurns
 	n := b.backlog
 	if n == 0 {
@@ -35,29 +38,47 @@ func drainScenario(ctx context.Context, b *bench) error {
 	if err := errors.Join(d.load(ctx, "orders", n, payload200), d.settle(ctx)); err != nil {
 		return err
 	}
+	poll, err := d.consumer(outbox.ModePoll)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, poll.Close()) }()
+	auto, err := d.consumer(outbox.ModeAuto)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, auto.Close()) }()
+	rate := func(read func(context.Context) error) func(context.Context) (float64, error) {
+		return func(ctx context.Context) (float64, error) {
+			start := time.Now()
+			err := read(ctx)
+			return float64(n) / time.Since(start).Seconds(), err
+		}
+	}
+	metric := fmt.Sprintf("backlog of %d", n)
+	results, err := b.rounds(ctx, metric,
+		contender{"bare", rate(func(ctx context.Context) error { return readBare(ctx, d.pool, "orders", n, barePage) })},
+		contender{"polling", rate(func(ctx context.Context) error { return drain(ctx, poll, newGroup(), "orders", n) })},
+		contender{"ModeAuto", rate(func(ctx context.Context) error { return drain(ctx, auto, newGroup(), "orders", n) })})
+	if err != nil {
+		return err
+	}
+	b.add(newFigure(b.scenario, metric+", polling", "messages/s", results[1], results[0], minRatio(drainMin)))
+	b.add(newFigure(b.scenario, metric+", ModeAuto against polling", "messages/s", results[2], results[1], minRatio(drainAutoMin)))
+	return nil
+}
+
+// consumer returns one with the default configuration.
+func (d *database) consumer(mode outbox.Mode) (*outbox.Consumer, error) {
 	config, err := d.config()
 	if err != nil {
-		return err
+		return nil, err
 	}
-	consumer, err := outbox.NewConsumer(config, outbox.ConsumerConfig{}, nil)
-	if err != nil {
-		return err
-	}
-	groups := 0
-	err = b.compare(ctx, fmt.Sprintf("backlog of %d", n), "messages/s", minRatio(drainMin),
-		func(ctx context.Context) (float64, error) {
-			start := time.Now()
-			err := readBare(ctx, d.pool, "orders", n, barePage)
-			return float64(n) / time.Since(start).Seconds(), err
-		},
-		func(ctx context.Context) (float64, error) {
-			groups++
-			start := time.Now()
-			err := drain(ctx, consumer, fmt.Sprintf("group %d", groups), "orders", n)
-			return float64(n) / time.Since(start).Seconds(), err
-		})
-	return errors.Join(err, consumer.Close())
+	return outbox.NewConsumer(config, outbox.ConsumerConfig{Mode: mode}, nil)
 }
+
+// newGroup returns the name of a group that nobody else has.
+func newGroup() string { return "group " + rand.Text() }
 
 // drain subscribes, acks n messages and leaves.
 func drain(ctx context.Context, consumer *outbox.Consumer, group, topic string, n int) error {

@@ -13,6 +13,16 @@ import (
 // series are the measurements of one contender, one per round.
 type series []float64
 
+// quantile returns the least value that is not below the share q of them, and
+// NaN of none.
+func (s series) quantile(q float64) float64 {
+	if len(s) == 0 {
+		return math.NaN()
+	}
+	sorted := slices.Sorted(slices.Values(s))
+	return sorted[max(int(math.Ceil(q*float64(len(sorted))))-1, 0)]
+}
+
 // median returns the middle value, of an even number the mean of the two in the
 // middle, and NaN of none.
 func (s series) median() float64 {
@@ -90,6 +100,13 @@ type figure struct {
 	Ratio    *float64     `json:"ratio"` // value / baseline
 	Required *requirement `json:"required"`
 	OK       bool         `json:"ok"`
+	// Invalid says why the figure is not what it ought to be.
+	Invalid string `json:"invalid,omitempty"`
+}
+
+// invalidate says why the figure means nothing; it is not OK then.
+func (f *figure) invalidate(why string) {
+	f.Invalid, f.OK = why, false
 }
 
 // newFigure sums up the rounds of a contender and of its baseline, nil if it has
@@ -129,6 +146,9 @@ func printTable(w io.Writer, figures []figure) {
 		verdict := ""
 		if f.Required != nil {
 			verdict = map[bool]string{true: "yes", false: "NO"}[f.OK]
+		}
+		if f.Invalid != "" {
+			verdict = "INVALID: " + f.Invalid
 		}
 		fmt.Fprintln(t, strings.Join([]string{
 			f.Scenario, f.Metric, number(f.Value), optional(f.Baseline, number), f.Unit,

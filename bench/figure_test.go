@@ -20,6 +20,17 @@ func TestMedian(t *testing.T) {
 	require.Equal(t, series{100, 1, 3}, measured, "the order of the rounds is kept")
 }
 
+func TestQuantile(t *testing.T) {
+	t.Parallel()
+
+	require.True(t, math.IsNaN(series{}.quantile(0.5)))
+	measured := series{5, 1, 4, 2, 3}
+	require.InDelta(t, 3.0, measured.quantile(0.5), 0)
+	require.InDelta(t, 5.0, measured.quantile(0.99), 0)
+	require.InDelta(t, 1.0, measured.quantile(0), 0)
+	require.Equal(t, series{5, 1, 4, 2, 3}, measured, "the order of the rounds is kept")
+}
+
 // A machine that is slow for one round is slow for both contenders: the ratio
 // of the medians would be 2 here.
 func TestRatioIsComputedRoundByRound(t *testing.T) {
@@ -91,6 +102,12 @@ drain     backlog  50,000  100,000   messages/s   0.50   ratio >= 0.6  NO
 idle      CPU      0.500             % of a core         value <= 2    yes
 copy      COPY     1.50    1.00      ms           1.50                 
 `, out.String())
+	out.Reset()
+	void := newFigure("latency", "p99", "ms", series{1}, nil, maxValue(2))
+	void.invalidate("it was not live")
+	printTable(&out, []figure{void})
+	require.Contains(t, out.String(), "INVALID: it was not live")
+	require.Equal(t, []figure{void}, missed([]figure{void}))
 	out.Reset()
 	printTable(&out, nil)
 	require.Empty(t, out.String())

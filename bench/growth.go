@@ -164,7 +164,7 @@ func (d *database) consumerPool(ctx context.Context) (*pgxpool.Pool, error) {
 		settings = conn.RuntimeParams
 		return nil
 	}
-	consumer, err := outbox.NewConsumer(spied, outbox.ConsumerConfig{}, nil)
+	consumer, err := outbox.NewConsumer(spied, outbox.ConsumerConfig{Mode: outbox.ModePoll}, nil)
 	if err != nil {
 		return nil, err
 	}

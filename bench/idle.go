@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"syscall"
@@ -20,28 +21,38 @@ const (
 	idleMaxCPU        = 2 // percent of one core
 )
 
-// idleScenario: a process whose topics are quiet, against one that asks for each
-// topic by itself, as often.
+// idleScenario: a process whose topics are quiet, polling and with the WAL, against
+// one that asks for each topic by itself, as often as the outbox polls. Statements
+// are those of the ordinary connections; the stream's own has none.
 func idleScenario(ctx context.Context, b *bench) error {
 	d, err := b.database(ctx)
 	if err != nil {
 		return err
 	}
 	for _, topics := range []int{1, 50} {
-		var statements, cpu [2]series // of bare, of outbox
-		watch := func(i int, name string) func(context.Context) (float64, error) {
+		var statements, cpu [3]series // of bare, of polling, of ModeAuto
+		watch := func(i int, name string, mode outbox.Mode) func(context.Context) (float64, error) {
 			return func(ctx context.Context) (float64, error) {
-				m, err := inChild(ctx, task{Name: name, URL: d.url(), N: topics, Seconds: b.duration(idleTurn).Seconds()})
+				m, err := inChild(ctx, task{
+					Name: name, URL: d.url(), Mode: mode, N: topics,
+					Settle: b.duration(idleSettle).Seconds(), Seconds: b.duration(idleTurn).Seconds(),
+				})
 				statements[i], cpu[i] = append(statements[i], m["statements"]), append(cpu[i], m["cpu"])
 				return m["cpu"], err
 			}
 		}
 		metric := fmt.Sprintf("with %d topics", topics)
-		if _, err := b.rounds(ctx, "CPU "+metric, contender{"bare", watch(0, "idle bare")}, contender{"outbox", watch(1, "idle outbox")}); err != nil {
+		_, err := b.rounds(ctx, "CPU "+metric,
+			contender{"bare", watch(0, "idle bare", "")},
+			contender{"polling", watch(1, "idle outbox", outbox.ModePoll)},
+			contender{"ModeAuto", watch(2, "idle outbox", outbox.ModeAuto)})
+		if err != nil {
 			return err
 		}
-		b.add(newFigure(b.scenario, "statements "+metric, "statements/s", statements[1], statements[0], maxValue(idleMaxStatements)))
-		b.add(newFigure(b.scenario, "CPU "+metric, "% of a core", cpu[1], cpu[0], maxValue(idleMaxCPU)))
+		for i, mode := range []string{"polling", "ModeAuto"} {
+			b.add(newFigure(b.scenario, "statements "+metric+", "+mode, "statements/s", statements[i+1], statements[0], maxValue(idleMaxStatements)))
+			b.add(newFigure(b.scenario, "CPU "+metric+", "+mode, "% of a core", cpu[i+1], cpu[0], maxValue(idleMaxCPU)))
+		}
 	}
 	return nil
 }
@@ -87,7 +98,7 @@ func idleOutbox(ctx context.Context, t task) (map[string]float64, error) {
 	if err != nil {
 		return nil, err
 	}
-	consumer, err := outbox.NewConsumer(config, outbox.ConsumerConfig{}, nil)
+	consumer, err := outbox.NewConsumer(config, outbox.ConsumerConfig{Mode: t.Mode}, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -100,16 +111,21 @@ func idleOutbox(ctx context.Context, t task) (map[string]float64, error) {
 			return nil, err
 		}
 	}
-	measured, err := watchIdle(counted, t)
-	if err != nil {
-		return nil, err
+	if t.Mode != outbox.ModePoll {
+		if err := awaitLive(ctx, consumer); err != nil {
+			return nil, err
+		}
 	}
-	return measured, consumer.Close()
+	measured, err := watchIdle(counted, t)
+	if err == nil && t.Mode != outbox.ModePoll {
+		err = notLive(consumer)
+	}
+	return measured, errors.Join(err, consumer.Close())
 }
 
 // watchIdle measures the process itself for a while.
 func watchIdle(counted *counter, t task) (map[string]float64, error) {
-	time.Sleep(idleSettle)
+	t.settle()
 	statements := counted.n.Load()
 	cpu, err := cpuTime()
 	if err != nil {
