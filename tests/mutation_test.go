@@ -51,7 +51,7 @@ var mutations = []mutation{
 		// comparing snapshots.
 		name: "the life of the server is not checked",
 		edits: []edit{
-			{"subscription.go", "case page.Life != held.Life:", "case page.Life.Era != held.Life.Era:"},
+			{"reading.go", "case page.Life != r.held.Life:", "case page.Life.Era != r.held.Life.Era:"},
 			{"internal/window/reader.go", "if !c.Covers(pos.P) {", "if false {"},
 			{"internal/lease/lease.go", "case holding.Life != lease.Life:", "case holding.Life.Era != lease.Life.Era:"},
 			{"internal/watch/watch.go", "before.Life != now.Life || !now.Snapshot.Covers(before.Snapshot)", "false"},
