@@ -54,18 +54,29 @@ type requirement struct {
 	quantity string // "ratio" or "value"
 	relation string // ">=" or "<="
 	bound    float64
+	// other does as well, if there is one.
+	other *requirement
 }
 
-func minRatio(bound float64) *requirement { return &requirement{"ratio", ">=", bound} }
-func maxRatio(bound float64) *requirement { return &requirement{"ratio", "<=", bound} }
-func maxValue(bound float64) *requirement { return &requirement{"value", "<=", bound} }
+func minRatio(bound float64) *requirement { return &requirement{"ratio", ">=", bound, nil} }
+func maxRatio(bound float64) *requirement { return &requirement{"ratio", "<=", bound, nil} }
+func maxValue(bound float64) *requirement { return &requirement{"value", "<=", bound, nil} }
+
+// or returns a requirement that is met when one of the two is.
+func (r *requirement) or(other *requirement) *requirement {
+	return &requirement{r.quantity, r.relation, r.bound, other}
+}
 
 // String returns the requirement as in "ratio >= 0.85"; of none, "".
 func (r *requirement) String() string {
 	if r == nil {
 		return ""
 	}
-	return r.quantity + " " + r.relation + " " + strconv.FormatFloat(r.bound, 'f', -1, 64)
+	text := r.quantity + " " + r.relation + " " + strconv.FormatFloat(r.bound, 'f', -1, 64)
+	if r.other != nil {
+		text += " or " + r.other.String()
+	}
+	return text
 }
 
 // MarshalText implements encoding.TextMarshaler.
@@ -74,7 +85,7 @@ func (r *requirement) MarshalText() ([]byte, error) { return []byte(r.String()),
 // met reports whether the figures satisfy the requirement. One on a ratio that
 // could not be computed is missed.
 func (r *requirement) met(value float64, ratio *float64) bool {
-	if r == nil {
+	if r == nil || r.other != nil && r.other.met(value, ratio) {
 		return true
 	}
 	x := value

@@ -71,6 +71,9 @@ func TestRequirement(t *testing.T) {
 		{maxRatio(1.3), "ratio <= 1.3", 0, ratio(1.31), false},
 		{maxValue(100), "value <= 100", 100, ratio(9), true},
 		{maxValue(100), "value <= 100", 101, nil, false},
+		{maxValue(100).or(maxRatio(2)), "value <= 100 or ratio <= 2", 100, nil, true},
+		{maxValue(100).or(maxRatio(2)), "value <= 100 or ratio <= 2", 101, ratio(2), true},
+		{maxValue(100).or(maxRatio(2)), "value <= 100 or ratio <= 2", 101, ratio(2.1), false},
 	} {
 		require.Equal(t, c.text, c.required.String())
 		require.Equal(t, c.met, c.required.met(c.value, c.ratio), "%s of %v", c.required, c)

@@ -16,9 +16,11 @@ const (
 	latencyWarmUp = time.Second
 	latencyTurn   = 6 * time.Second
 	// latencyMaxCommits is how many commits a delivery may take, latencyMaxTail
-	// how many ms the slowest but one percent.
+	// how many ms the slowest but one percent; where a bare reader's takes about
+	// as long, or longer, latencyMaxBare is how many times that.
 	latencyMaxCommits = 4
 	latencyMaxTail    = 5
+	latencyMaxBare    = 2
 )
 
 // latencyScenario: from the begin of the publishing commit until the handler has
@@ -29,12 +31,16 @@ func latencyScenario(ctx context.Context, b *bench) error {
 	if err != nil {
 		return err
 	}
-	var alone, wal, poll latencies
+	var alone, bare, wal, poll latencies
 	metric := fmt.Sprintf("%d a second", latencyRate)
+	turn := func(l *latencies, open opener) func(context.Context) (float64, error) {
+		return func(ctx context.Context) (float64, error) { return l.turn(ctx, b, d, open) }
+	}
 	_, err = b.rounds(ctx, metric+", p50",
-		contender{"commit", func(ctx context.Context) (float64, error) { return alone.turn(ctx, b, d, "") }},
-		contender{"WAL", func(ctx context.Context) (float64, error) { return wal.turn(ctx, b, d, outbox.ModeWAL) }},
-		contender{"polling", func(ctx context.Context) (float64, error) { return poll.turn(ctx, b, d, outbox.ModePoll) }})
+		contender{"commit", turn(&alone, nil)},
+		contender{"bare", turn(&bare, openBare(d))},
+		contender{"WAL", turn(&wal, wal.open(d, outbox.ModeWAL))},
+		contender{"polling", turn(&poll, poll.open(d, outbox.ModePoll))})
 	if err != nil {
 		return err
 	}
@@ -46,7 +52,9 @@ func latencyScenario(ctx context.Context, b *bench) error {
 		b.add(f)
 	}
 	add("WAL, p50 against commits", &wal, wal.p50, alone.commit50, maxRatio(latencyMaxCommits))
-	add("WAL, p99 against commits", &wal, wal.p99, alone.commit99, maxValue(latencyMaxTail))
+	add("WAL, p99 against commits", &wal, wal.p99, alone.commit99, nil)
+	add("WAL, p50 against a bare reader", &wal, wal.p50, bare.p50, nil)
+	add("WAL, p99 against a bare reader", &wal, wal.p99, bare.p99, maxValue(latencyMaxTail).or(maxRatio(latencyMaxBare)))
 	add("polling, p50 against commits", &poll, poll.p50, alone.commit50, nil)
 	add("polling, p99 against commits", &poll, poll.p99, alone.commit99, nil)
 	add("commits with WAL against alone, p50", &wal, wal.commit50, alone.commit50, nil)
@@ -61,18 +69,61 @@ type latencies struct {
 	problem string
 }
 
-// turn publishes for a while to a subscription, or with mode "" to nobody, and
-// returns the middle of what that is about.
-func (l *latencies) turn(ctx context.Context, b *bench, d *database, mode outbox.Mode) (p50 float64, err error) {
+// opener lets somebody receive; the function returned ends that. handle is called
+// with each payload in one goroutine, and fail when what comes ends early.
+type opener func(ctx context.Context, handle func(payload []byte), fail func(error)) (close func() error, err error)
+
+// openBare lets a bare stream receive.
+func openBare(d *database) opener {
+	return func(ctx context.Context, handle func([]byte), fail func(error)) (func() error, error) {
+		stream, err := openBareStream(ctx, d.url(), 0)
+		if err != nil {
+			return nil, err
+		}
+		reading, stop := context.WithCancel(ctx)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			fail(stream.read(reading, func(r bareStreamRow) { handle(r.payload) }))
+		}()
+		return func() error {
+			stop()
+			<-ended
+			return stream.close(context.WithoutCancel(ctx))
+		}, nil
+	}
+}
+
+// open lets a subscription receive, and notes if it does not stay live.
+func (l *latencies) open(d *database, mode outbox.Mode) opener {
+	return func(ctx context.Context, handle func([]byte), _ func(error)) (func() error, error) {
+		subscription, err := listen(ctx, d.pool.Config(), mode, "orders", handle)
+		if err != nil {
+			return nil, err
+		}
+		before := subscription.status()
+		return func() error {
+			after := subscription.status()
+			if mode == outbox.ModeWAL && (after.Source != outbox.SourceWAL || !after.Since.Equal(before.Since)) {
+				l.problem = "the WAL was left: " + cmp.Or(after.Reason, "it is there again")
+			}
+			return subscription.close()
+		}, nil
+	}
+}
+
+// turn publishes for a while to whoever open lets receive, or with nil to nobody,
+// and returns the middle of what that is about.
+func (l *latencies) turn(ctx context.Context, b *bench, d *database, open opener) (p50 float64, err error) {
 	number := func(t time.Duration) int { return max(int(b.duration(t).Seconds()*latencyRate), 1) }
 	warmUp := number(latencyWarmUp)
 	n := warmUp + number(latencyTurn)
 	p := newPace(latencyRate, latencyConns, n)
 	ages := make(series, n)
-	if mode == "" {
+	if open == nil {
 		err = p.run(ctx, d, "orders")
 	} else {
-		err = l.deliver(ctx, d, p, mode, ages)
+		err = deliver(ctx, d, p, open, ages)
 	}
 	if err != nil {
 		return 0, err
@@ -80,7 +131,7 @@ func (l *latencies) turn(ctx context.Context, b *bench, d *database, mode outbox
 	l.problem = cmp.Or(p.problem(), l.problem)
 	commits := p.commits[warmUp:]
 	l.commit50, l.commit99 = append(l.commit50, commits.quantile(0.5)), append(l.commit99, commits.quantile(0.99))
-	if mode == "" {
+	if open == nil {
 		return commits.quantile(0.5), nil
 	}
 	ages = ages[warmUp:]
@@ -88,11 +139,11 @@ func (l *latencies) turn(ctx context.Context, b *bench, d *database, mode outbox
 	return ages.quantile(0.5), nil
 }
 
-// deliver publishes, and notes how old each message is when the handler gets it.
-func (l *latencies) deliver(ctx context.Context, d *database, p *pace, mode outbox.Mode, ages series) (err error) {
+// deliver publishes, and notes how old each message is when it is received.
+func deliver(ctx context.Context, d *database, p *pace, open opener, ages series) (err error) {
 	m := newMeter()
 	m.time(1, int64(len(ages)))
-	subscription, err := listen(ctx, d.pool.Config(), mode, "orders", func(payload []byte) {
+	closeIt, err := open(ctx, func(payload []byte) {
 		i, age, err := p.age(payload)
 		if err == nil && ages[i] != 0 {
 			err = fmt.Errorf("message %d came twice", i)
@@ -103,21 +154,14 @@ func (l *latencies) deliver(ctx context.Context, d *database, p *pace, mode outb
 		}
 		ages[i] = age
 		m.row()
-	})
+	}, m.fail)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, subscription.close()) }()
-	before := subscription.status()
+	defer func() { err = errors.Join(err, closeIt()) }()
 	if err := p.run(ctx, d, "orders"); err != nil {
 		return err
 	}
-	if _, err := m.await(ctx); err != nil {
-		return err
-	}
-	after := subscription.status()
-	if mode == outbox.ModeWAL && (after.Source != outbox.SourceWAL || !after.Since.Equal(before.Since)) {
-		l.problem = "the WAL was left: " + cmp.Or(after.Reason, "it is there again")
-	}
-	return nil
+	_, err = m.await(ctx)
+	return err
 }

@@ -12,18 +12,20 @@ import (
 )
 
 const (
-	liveMin     = 0.7
+	liveMin = 0.7
+	// liveTurns is how many turns a round has: short ones see the same machine.
+	liveTurns   = 2
 	liveWriters = 2
 
 	// liveBurst is how many rows are held back at a time. A subscription polls
 	// when it is half a second behind, and these take a fraction of that.
 	liveBurst  = 2000
-	liveBursts = 20 // in a turn
+	liveBursts = 12 // in a turn
 	// liveSettle lets a subscription store its position after a burst: that
 	// commit flushes the log, and would let the next burst go.
 	liveSettle = 300 * time.Millisecond
 
-	liveSustained = 100_000
+	liveSustained = 60_000 // in a turn
 	// liveChunk is what a writer writes before it looks how far the reader is,
 	// liveWindow how many rows may be on their way.
 	liveChunk  = 100
@@ -49,6 +51,7 @@ const (
 // is how much the whole of it does; how long the writers have waited says whether
 // they or the reader was slower.
 func liveScenario(ctx context.Context, b *bench) error {
+	b.options.rounds *= liveTurns
 	d, err := b.database(ctx)
 	if err != nil {
 		return err
@@ -58,21 +61,21 @@ func liveScenario(ctx context.Context, b *bench) error {
 	} else if err := liveHeldBack(ctx, b, d); err != nil {
 		return err
 	}
-	return liveSustainedLoad(ctx, b, d)
+	return liveBeside(ctx, b, d)
 }
 
+// liveHeldBack is the load that is written first.
 func liveHeldBack(ctx context.Context, b *bench, d *database) (err error) {
-	lazy := []string{"wal_writer_delay = '10s'", "wal_writer_flush_after = '1GB'"}
-	for _, setting := range lazy {
-		if err := d.admin(ctx, "ALTER SYSTEM SET "+setting); err != nil {
-			return err
+	configure := func(ctx context.Context, changes ...string) error {
+		for _, change := range changes {
+			if err := d.admin(ctx, "ALTER SYSTEM "+change); err != nil {
+				return err
+			}
 		}
+		return d.admin(ctx, "SELECT pg_reload_conf()")
 	}
-	defer func() {
-		ctx := context.WithoutCancel(ctx)
-		err = errors.Join(err, d.admin(ctx, "ALTER SYSTEM RESET ALL"), d.admin(ctx, "SELECT pg_reload_conf()"))
-	}()
-	if err := d.admin(ctx, "SELECT pg_reload_conf()"); err != nil {
+	defer func() { err = errors.Join(err, configure(context.WithoutCancel(ctx), "RESET ALL")) }()
+	if err := configure(ctx, "SET wal_writer_delay = '10s'", "SET wal_writer_flush_after = '1GB'"); err != nil {
 		return err
 	}
 	config, err := d.config()
@@ -88,10 +91,10 @@ func liveHeldBack(ctx context.Context, b *bench, d *database) (err error) {
 
 	n := b.count(liveBurst)
 	w := writers{pool: pool, topic: "orders", payload: payload200, conns: 1, rows: n, chunk: n}
-	burst := func(ctx context.Context, m *meter) (rows int64, took time.Duration, err error) {
+	burst := func(ctx context.Context, m *meter) (rate float64, err error) {
 		last := m.received() + int64(n)
 		if _, err := w.run(ctx); err != nil {
-			return 0, 0, err
+			return 0, err
 		}
 		// The time says nothing of those that are there already, since something
 		// flushed the log.
@@ -99,33 +102,35 @@ func liveHeldBack(ctx context.Context, b *bench, d *database) (err error) {
 		m.time(first, last)
 		// It flushes, and begins a segment into which the next burst fits.
 		if _, err := d.pool.Exec(ctx, "SELECT pg_switch_wal()"); err != nil {
-			return 0, 0, err
+			return 0, err
 		}
 		if first >= last {
-			return 0, 0, nil
+			return 0, nil
 		}
-		took, err = m.await(ctx)
-		return last - first, took, err
+		took, err := m.await(ctx)
+		return float64(last-first) / took.Seconds(), err
 	}
 	return compareLive(ctx, b, d, fmt.Sprintf("held back, %d at a time", n), func(ctx context.Context, m *meter) (float64, error) {
-		var rows int64
-		var took time.Duration
+		var rates series
 		for range liveBursts {
-			n, t, err := burst(ctx, m)
+			rate, err := burst(ctx, m)
 			if err != nil {
 				return 0, err
 			}
-			rows, took = rows+n, took+t
+			if rate > 0 {
+				rates = append(rates, rate)
+			}
 			time.Sleep(b.duration(liveSettle))
 		}
-		if rows == 0 {
+		if len(rates) == 0 {
 			return 0, errors.New("nothing could be held back")
 		}
-		return float64(rows) / took.Seconds(), nil
+		return rates.median(), nil
 	})
 }
 
-func liveSustainedLoad(ctx context.Context, b *bench, d *database) error {
+// liveBeside is the sustained load, written beside the reader.
+func liveBeside(ctx context.Context, b *bench, d *database) error {
 	chunk := b.count(liveChunk)
 	n := b.count(liveSustained) / chunk * chunk
 	var waited series
@@ -167,7 +172,7 @@ func compareLive(ctx context.Context, b *bench, d *database, metric string, load
 	results, err := b.rounds(ctx, metric,
 		contender{"bare", func(ctx context.Context) (float64, error) {
 			m := newMeter()
-			stream, err := openBareStream(ctx, d.url())
+			stream, err := openBareStream(ctx, d.url(), bareReadPause)
 			if err != nil {
 				return 0, err
 			}
@@ -176,7 +181,7 @@ func compareLive(ctx context.Context, b *bench, d *database, metric string, load
 			ended := make(chan struct{})
 			go func() {
 				defer close(ended)
-				m.fail(stream.read(reading, m.row))
+				m.fail(stream.read(reading, func(bareStreamRow) { m.row() }))
 			}()
 			rate, err := load(ctx, m)
 			stop()

@@ -35,15 +35,18 @@ type bareStream struct {
 	in        *bufio.Reader // between the socket and conn
 	relations map[uint32]bareColumns
 	received  pglogrepl.LSN
+	// pause is what it waits before it reads again.
+	pause time.Duration
 }
 
-// openBareStream makes a temporary slot and starts to stream from it.
-func openBareStream(ctx context.Context, url string) (*bareStream, error) {
+// openBareStream makes a temporary slot and starts to stream from it, with
+// bareReadPause to be fast with many rows, with 0 to be prompt with each.
+func openBareStream(ctx context.Context, url string, pause time.Duration) (*bareStream, error) {
 	config, err := pgconn.ParseConfig(url)
 	if err != nil {
 		return nil, err
 	}
-	s := &bareStream{relations: map[uint32]bareColumns{}}
+	s := &bareStream{relations: map[uint32]bareColumns{}, pause: pause}
 	config.RuntimeParams["replication"] = "database"
 	build := config.BuildFrontend
 	config.BuildFrontend = func(r io.Reader, w io.Writer) *pgproto3.Frontend {
@@ -73,7 +76,7 @@ func openBareStream(ctx context.Context, url string) (*bareStream, error) {
 
 // read calls row for each row until the context ends, and returns nil then. That
 // end is a deadline in the past, which report may replace: the loop looks, too.
-func (s *bareStream) read(ctx context.Context, row func()) error {
+func (s *bareStream) read(ctx context.Context, row func(bareStreamRow)) error {
 	defer context.AfterFunc(ctx, func() { _ = s.conn.Conn().SetReadDeadline(time.Unix(1, 0)) })()
 	frontend := s.conn.Frontend()
 	hasRead := false
@@ -82,7 +85,7 @@ func (s *bareStream) read(ctx context.Context, row func()) error {
 	}
 	for ctx.Err() == nil {
 		if hasRead && frontend.ReadBufferLen() == 0 && s.in.Buffered() == 0 {
-			time.Sleep(bareReadPause)
+			time.Sleep(s.pause)
 			hasRead = false
 		}
 		message, err := frontend.Receive()
@@ -116,7 +119,7 @@ func (s *bareStream) report(ctx context.Context) error {
 	return pglogrepl.SendStandbyStatusUpdate(ctx, s.conn, pglogrepl.StandbyStatusUpdate{WALWritePosition: s.received})
 }
 
-func (s *bareStream) take(ctx context.Context, data []byte, row func()) error {
+func (s *bareStream) take(ctx context.Context, data []byte, row func(bareStreamRow)) error {
 	switch data[0] {
 	case pglogrepl.PrimaryKeepaliveMessageByteID:
 		keepalive, err := pglogrepl.ParsePrimaryKeepaliveMessage(data[1:])
@@ -145,10 +148,11 @@ func (s *bareStream) take(ctx context.Context, data []byte, row func()) error {
 		s.relations[message.RelationID], err = newBareColumns(message)
 		return err
 	case *pglogrepl.InsertMessage:
-		if _, err := s.relations[message.RelationID].row(message.Tuple); err != nil {
+		r, err := s.relations[message.RelationID].row(message.Tuple)
+		if err != nil {
 			return err
 		}
-		row()
+		row(r)
 	case *pglogrepl.CommitMessage:
 		s.received = max(s.received, message.TransactionEndLSN)
 	}

@@ -19,11 +19,11 @@ var (
 	errPinned             = errors.New("the slot keeps too much WAL")
 )
 
+// heldRetry is the pause before a held transaction is looked for again. Others
+// that are held for longer do not make it longer.
+var heldRetry = backoff.Policy{Min: 200 * time.Microsecond, Max: 50 * time.Millisecond}
+
 const (
-	// heldPause is the first pause before a held transaction is looked for
-	// again, maxHeldPause the longest.
-	heldPause    = 200 * time.Microsecond
-	maxHeldPause = 50 * time.Millisecond
 	// maxSamples bounds the samples that the stream has not passed.
 	maxSamples = 256
 	// steady is how long the stream must keep up before readers attach again.
@@ -57,8 +57,9 @@ type session struct {
 	news chan struct{}
 
 	// Of the dispatcher alone.
-	held  time.Duration // the pause before the next look for held transactions
-	batch int           // how many transactions the last look was about
+	// held is the pause before the next look for held transactions, 0 without any.
+	held  time.Duration
+	batch int // how many transactions the last look was about
 
 	mu     sync.Mutex
 	stream *replication.Stream
@@ -118,6 +119,8 @@ type transaction struct {
 	visible bool
 	// complete says that its Commit was received.
 	complete bool
+	// looks counts the barriers that did not see it.
+	looks int
 	// refused are the topics of which a row did not fit.
 	refused map[string]struct{}
 }
@@ -426,7 +429,7 @@ func (s *session) unattended() bool {
 
 // step hands over what is visible. With due, it takes a sample in any case.
 func (s *session) step(ctx context.Context, due bool) error {
-	s.batch = 0
+	s.batch, s.held = 0, 0
 	s.mu.Lock()
 	received := s.received
 	if s.stream != nil {
@@ -458,12 +461,17 @@ func (s *session) step(ctx context.Context, due bool) error {
 	}
 
 	s.mu.Lock()
-	holds := false
 	for _, t := range s.transactions {
-		if !t.visible {
-			s.batch++
-			t.visible = answer.snapshot.Sees(replication.WidenXID(t.xid, answer.snapshot.Xmax()))
-			holds = holds || !t.visible && !t.empty()
+		if t.visible {
+			continue
+		}
+		s.batch++
+		if t.visible = answer.snapshot.Sees(replication.WidenXID(t.xid, answer.snapshot.Xmax())); t.visible {
+			continue
+		}
+		t.looks++
+		if pause := heldRetry.Ceiling(t.looks); !t.empty() && (s.held == 0 || pause < s.held) {
+			s.held = pause // the newest is the next to be seen
 		}
 	}
 	s.handOver()
@@ -475,14 +483,6 @@ func (s *session) step(ctx context.Context, due bool) error {
 	after, behind := s.lagging, s.received < answer.insert
 	s.mu.Unlock()
 
-	switch {
-	case !holds:
-		s.held = 0
-	case s.held == 0:
-		s.held = heldPause
-	default:
-		s.held = min(2*s.held, maxHeldPause)
-	}
 	switch {
 	case after && !before:
 		s.source.set(Lagging, errLagging.Error(), true)

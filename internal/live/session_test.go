@@ -348,20 +348,23 @@ func TestOnlyWhatTheBarrierSeesGoesOut(t *testing.T) {
 	r.step()
 	ids, _ := takeAll(buffer)
 	require.Equal(t, []int64{2, 3}, ids)
-	require.Equal(t, heldPause, r.session.held)
+	require.Equal(t, heldRetry.Min, r.session.held)
 	r.step()
-	require.Equal(t, 2*heldPause, r.session.held, "it is looked for less and less often")
+	require.Equal(t, 2*heldRetry.Min, r.session.held, "it is looked for less and less often")
 	for range 20 {
 		r.step()
 	}
-	require.Equal(t, maxHeldPause, r.session.held)
+	require.Equal(t, heldRetry.Max, r.session.held)
+	r.transaction(1004, stored{id: 6, topic: "topic"})
+	r.step()
+	require.Equal(t, heldRetry.Min, r.session.held, "one that has only come is soon seen")
 
 	// In the order in which they committed, with one that came since.
 	r.transaction(1000, stored{id: 5, topic: "topic"})
-	r.visible("1004:1004:")
+	r.visible("1005:1005:")
 	r.step()
 	ids, _ = takeAll(buffer)
-	require.Equal(t, []int64{1, 4, 5}, ids)
+	require.Equal(t, []int64{1, 4, 6, 5}, ids)
 	require.Zero(t, r.session.held)
 	require.Empty(t, r.session.transactions)
 	require.Zero(t, r.session.bytes)
