@@ -7,12 +7,15 @@ WITH namespace AS (
     SELECT c.* FROM pg_catalog.pg_class c JOIN namespace n ON n.oid = c.relnamespace
 ), wanted_table (name, persistence) AS (
     VALUES ('messages', 'p'), ('messages_default', 'p'), ('cursors', 'p'), ('processes', 'p'), ('deferred', 'p'),
-           ('dead_letters', 'p'), ('inbox', 'p'), ('meta', 'p'), ('boot', 'u')
+           ('dead_letters', 'p'), ('dead_letter_log', 'p'), ('members', 'p'), ('inbox', 'p'), ('meta', 'p'), ('boot', 'u')
 ), wanted_index (name, on_table, columns) AS (
     VALUES ('messages_topic_era_id', 'messages', '(topic, era, id)'),
            ('messages_topic_xid_id', 'messages', '(topic, xid, id)'),
            ('deferred_due', 'deferred', '(due_at, id)'),
            ('dead_letters_group', 'dead_letters', '(consumer_group, topic, id)'),
+           ('dead_letters_origin', 'dead_letters', '(consumer_group, origin_era, origin_id)'),
+           ('dead_letter_log_letter', 'dead_letter_log', '(dead_letter_id)'),
+           ('dead_letter_log_at', 'dead_letter_log', '(at)'),
            ('inbox_handled', 'inbox', '(handled_at)')
 ), wanted_default (name, fragment, expression) AS (
     VALUES ('xid', 'pg_current_xact_id()', 'pg_catalog.pg_current_xact_id()'), ('era', 'era()', format('%I.era()', $1::text)),

@@ -40,6 +40,7 @@ BEGIN
     END IF;
 END $body$;
 ALTER FUNCTION outbox.era() OWNER TO :role;
+ALTER FUNCTION outbox.shard(text, bigint, integer) OWNER TO :role;
 ALTER FUNCTION outbox.publish(text, bytea, json, text, text, timestamptz) OWNER TO :role;
 
 -- part: publisher
@@ -55,10 +56,11 @@ GRANT EXECUTE ON FUNCTION outbox.era(), outbox.publish(text, bytea, json, text, 
 GRANT USAGE ON SCHEMA outbox TO :role;
 GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
 GRANT SELECT ON outbox.messages_id_seq TO :role;
-GRANT INSERT, UPDATE, DELETE ON outbox.cursors, outbox.processes, outbox.boot, outbox.inbox TO :role;
+GRANT INSERT, UPDATE, DELETE ON outbox.cursors, outbox.processes, outbox.members, outbox.boot, outbox.inbox TO :role;
 GRANT INSERT, UPDATE, DELETE ON outbox.deferred, outbox.dead_letters TO :role;
+GRANT INSERT ON outbox.dead_letter_log TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
-GRANT EXECUTE ON FUNCTION outbox.era() TO :role;
+GRANT EXECUTE ON FUNCTION outbox.era(), outbox.shard(text, bigint, integer) TO :role;
 -- To read the WAL the role that logs in needs REPLICATION besides. That lets it
 -- copy the whole server, so it is not for this script to give: a superuser runs
 -- the first line, or on Amazon RDS a member of rds_superuser the second.
