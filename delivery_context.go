@@ -22,8 +22,10 @@ type Delivery struct {
 	// PublishedAt is when the message was written, by the database's clock
 	// (not when its transaction committed).
 	PublishedAt time.Time
-	// Attempt counts the deliveries of the message to this group in this
-	// process's lease, from 1.
+	// Attempt counts the deliveries of the message to this group, from 1: those
+	// that failed, in whatever process, and this one. A delivery that was cut
+	// off by a shutdown, a lost lease or a crash counts only if it is known to
+	// have ended its process.
 	Attempt int
 	// Topic and ConsumerGroup are those of the subscription.
 	Topic         string
@@ -48,6 +50,7 @@ type deliveryContext struct {
 	attempt int
 	topic   string
 	group   string
+	note    errorNote
 }
 
 func (c *deliveryContext) Value(key any) any {
@@ -56,6 +59,9 @@ func (c *deliveryContext) Value(key any) any {
 			ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
 			Attempt: c.attempt, Topic: c.topic, ConsumerGroup: c.group,
 		}
+	}
+	if key == (errorNoteKey{}) {
+		return &c.note
 	}
 	return c.Context.Value(key)
 }

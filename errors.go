@@ -7,6 +7,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/millrace/watermill-outbox/internal/delivery"
+	"github.com/millrace/watermill-outbox/internal/lease"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -20,6 +22,16 @@ var (
 	// ErrSubscriberClosed is returned by Subscribe after the Subscriber or its
 	// Consumer was closed. Make a new one.
 	ErrSubscriberClosed = errors.New("outbox: subscriber is closed")
+
+	// ErrAckDeadline is the cause (context.Cause) with which the context of a
+	// message ends whose handler took longer than SubscriberConfig.AckDeadline.
+	ErrAckDeadline = delivery.ErrAckDeadline
+
+	// ErrLeaseLost is matched by the cause with which the context of a message
+	// ends when its topic is no longer this process's: the database could not be
+	// reached for the time of the lease, another process took over, or the server
+	// began another life. Its ack counts for nothing.
+	ErrLeaseLost = lease.ErrLost
 
 	// ErrNoTransaction is returned by Publish with RequireTx when neither the
 	// message's context nor the constructor supplies a transaction. Put one

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/millrace/watermill-outbox/internal/delivery"
 	"github.com/millrace/watermill-outbox/internal/live"
 	"github.com/millrace/watermill-outbox/replication"
 )
@@ -57,6 +58,31 @@ type SubscriptionStatus struct {
 	Reason string
 	// Err is why the last attempt to read failed, nil after one that did not.
 	Err error
+	// Retrying are the messages that failed and wait in place for their next
+	// delivery, those that have failed for longest first, at most MaxRetrying of
+	// them; RetryingCount is how many there are. With an order, each holds back
+	// what follows it: everything, or its key.
+	Retrying      []RetryingMessage
+	RetryingCount int
+}
+
+// MaxRetrying is how many messages SubscriptionStatus.Retrying names.
+const MaxRetrying = 100
+
+// RetryingMessage is one that failed and waits for its next delivery.
+type RetryingMessage struct {
+	// ID and Era identify the stored message, see Delivery.
+	ID          int64
+	Era         int64
+	UUID        string
+	OrderingKey string
+	// Attempts is how many deliveries have failed, Err why the last did, nil if
+	// unknown (see KeepError).
+	Attempts int
+	Err      error
+	// Since is when it failed first in this process, Next when it is due.
+	Since time.Time
+	Next  time.Time
 }
 
 // Ready returns nil when every subscription could read the last time it tried,
@@ -103,14 +129,34 @@ func (c *Consumer) Status() Status {
 // subscriptionStatus is a SubscriptionStatus that changes. Safe for concurrent
 // use.
 type subscriptionStatus struct {
-	mu  sync.Mutex
-	now SubscriptionStatus
+	mu     sync.Mutex
+	now    SubscriptionStatus
+	engine *delivery.Engine // nil while it holds nothing
 }
 
 func (s *subscriptionStatus) get() SubscriptionStatus {
 	s.mu.Lock()
+	now, engine := s.now, s.engine
+	s.mu.Unlock()
+	if engine == nil {
+		return now
+	}
+	list, n := engine.Retrying(MaxRetrying)
+	now.RetryingCount = n
+	for _, r := range list {
+		now.Retrying = append(now.Retrying, RetryingMessage{
+			ID: r.Row.ID, Era: r.Row.Era, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
+			Attempts: r.Attempts, Err: r.Err, Since: r.Since, Next: r.Next,
+		})
+	}
+	return now
+}
+
+// delivers notes the engine at work, nil for none.
+func (s *subscriptionStatus) delivers(engine *delivery.Engine) {
+	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.now
+	s.engine = engine
 }
 
 func (s *subscriptionStatus) hold(holding bool) {

@@ -10,7 +10,6 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 
-	"github.com/millrace/watermill-outbox/internal/backoff"
 	"github.com/millrace/watermill-outbox/internal/cursor"
 )
 
@@ -27,17 +26,9 @@ const (
 	// MaxPageBytes bounds PageBytes.
 	MaxPageBytes = 1 << 30
 
-	// DefaultMinBackoff is the pause after the first Nack of a message.
-	DefaultMinBackoff = 100 * time.Millisecond
-	// DefaultMaxBackoff is the longest pause after a Nack.
-	DefaultMaxBackoff = 10 * time.Second
-
 	// DefaultCloseTimeout is how long Close waits for a message in flight.
 	DefaultCloseTimeout = 5 * time.Second
 
-	// maxHoles is how many rows that cannot become messages are passed over
-	// before a topic stops.
-	maxHoles = 1000
 	// releaseTimeout bounds the last write of a position on Close.
 	releaseTimeout = 5 * time.Second
 )
@@ -53,17 +44,6 @@ const (
 	StartLatest StartPosition = "latest"
 )
 
-// RetryConfig says what follows a Nack.
-type RetryConfig struct {
-	// MinBackoff is the pause before a message is delivered again after its
-	// first Nack. It doubles with each further one, up to MaxBackoff, with up
-	// to a fifth taken off at random. Defaults to DefaultMinBackoff.
-	MinBackoff time.Duration
-	// MaxBackoff is the longest pause. At least MinBackoff. Defaults to
-	// DefaultMaxBackoff.
-	MaxBackoff time.Duration
-}
-
 // SubscriberConfig configures a Subscriber. The zero value works.
 type SubscriberConfig struct {
 	// ConsumerGroup shares a topic's messages among the Subscribers of one
@@ -76,16 +56,41 @@ type SubscriberConfig struct {
 
 	// PageSize is how many messages are read at once, at most MaxPageSize.
 	// Larger pages drain a backlog faster and hold more in memory: two pages
-	// per topic. Defaults to DefaultPageSize.
+	// per topic, beside what is taken in for delivery. Defaults to
+	// DefaultPageSize.
 	PageSize int
 
 	// PageBytes bounds a page by the size of its messages, so that large ones
-	// come in smaller pages; a page may pass it by one message. At most
-	// MaxPageBytes. Defaults to DefaultPageBytes.
+	// come in smaller pages, and what is taken in for delivery; either may pass
+	// it by one message. At most MaxPageBytes. Defaults to DefaultPageBytes.
 	PageBytes int
 
-	// Retry says what follows a Nack.
+	// Ordering says which messages wait for which. Defaults to OrderingStrict.
+	Ordering Ordering
+
+	// MaxInFlight is how many messages may be with handlers at once, at most
+	// LimitMaxInFlight. A subscription takes in four times as many, and 1000 at
+	// least, to find some that need not wait: when all of these wait behind
+	// messages that failed, nothing goes on. More serve slow handlers, and are
+	// repeated after a crash. Always 1 with OrderingStrict; defaults to
+	// DefaultMaxInFlight otherwise.
+	MaxInFlight int
+
+	// AckDeadline is how long a handler may take until its message's context
+	// ends with ErrAckDeadline. When it has not acked after CloseTimeout more,
+	// the delivery has failed, and the message may be delivered again although
+	// its handler still runs. Without one a handler may take for ever, and its
+	// lease is renewed meanwhile. Too short fights with retries inside the
+	// handler. Defaults to 0, none.
+	AckDeadline time.Duration
+
+	// Retry says what follows a failure.
 	Retry RetryConfig
+
+	// OnDeadLetter is called for each message that becomes a dead letter, after
+	// it is stored (DeadLetter.ID is 0, and DiedAt by this process's clock). A
+	// place in flight is kept until it returns; it may be called concurrently.
+	OnDeadLetter func(DeadLetter)
 
 	// CloseTimeout is how long a message in flight keeps its context when the
 	// subscription ends; an ack in that time counts. Too short repeats
@@ -100,8 +105,12 @@ func (c SubscriberConfig) withDefaults() SubscriberConfig {
 	c.StartFrom = cmp.Or(c.StartFrom, StartEarliest)
 	c.PageSize = cmp.Or(c.PageSize, DefaultPageSize)
 	c.PageBytes = cmp.Or(c.PageBytes, DefaultPageBytes)
-	c.Retry.MinBackoff = cmp.Or(c.Retry.MinBackoff, DefaultMinBackoff)
-	c.Retry.MaxBackoff = cmp.Or(c.Retry.MaxBackoff, max(DefaultMaxBackoff, c.Retry.MinBackoff))
+	c.Ordering = cmp.Or(c.Ordering, OrderingStrict)
+	if c.Ordering == OrderingStrict {
+		c.MaxInFlight = cmp.Or(c.MaxInFlight, 1)
+	}
+	c.MaxInFlight = cmp.Or(c.MaxInFlight, DefaultMaxInFlight)
+	c.Retry = c.Retry.withDefaults()
 	c.CloseTimeout = cmp.Or(c.CloseTimeout, DefaultCloseTimeout)
 	return c
 }
@@ -117,12 +126,11 @@ func (c SubscriberConfig) validate() error {
 		return fmt.Errorf("outbox: SubscriberConfig.PageSize must be between 1 and %d, is %d", MaxPageSize, c.PageSize)
 	case c.PageBytes < 1 || c.PageBytes > MaxPageBytes:
 		return fmt.Errorf("outbox: SubscriberConfig.PageBytes must be between 1 and %d, is %d", MaxPageBytes, c.PageBytes)
-	case c.Retry.MinBackoff < 0:
-		return fmt.Errorf("outbox: SubscriberConfig.Retry.MinBackoff must not be negative, is %s", c.Retry.MinBackoff)
-	case c.Retry.MaxBackoff < c.Retry.MinBackoff:
-		return fmt.Errorf("outbox: SubscriberConfig.Retry.MaxBackoff (%s) must not be below MinBackoff (%s)", c.Retry.MaxBackoff, c.Retry.MinBackoff)
 	}
-	return nil
+	if err := c.validateOrdering(); err != nil {
+		return err
+	}
+	return c.Retry.validate()
 }
 
 // Subscriber emits committed messages: those of a transaction that committed,
@@ -130,8 +138,8 @@ func (c SubscriberConfig) validate() error {
 // ordering key. It implements message.Subscriber and SubscribeInitializer and
 // is safe for concurrent use.
 //
-// Order is strict: one message of a topic is in flight per group, and the next
-// follows its Ack. Of several Subscribers of a group, in this and other
+// SubscriberConfig.Ordering says how many messages of a topic are in flight; by
+// default one, and the next follows its Ack. Of several Subscribers of a group, in this and other
 // processes, one at a time has a topic; another takes over when it closes, or
 // when its process has been out of touch for the lease (ConsumerConfig.Lease).
 //
@@ -287,8 +295,4 @@ func (s *Subscriber) Close() error {
 		s.logger.Info("Subscriber closed", nil)
 	}
 	return nil
-}
-
-func (c SubscriberConfig) backoff() backoff.Policy {
-	return backoff.Policy{Min: c.Retry.MinBackoff, Max: c.Retry.MaxBackoff}
 }

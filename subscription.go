@@ -1,9 +1,11 @@
 package outbox
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"sync"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -12,6 +14,7 @@ import (
 	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/delivery"
 	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/metadata"
 	"github.com/millrace/watermill-outbox/internal/window"
 )
 
@@ -25,6 +28,8 @@ type subscription struct {
 	base     context.Context //nolint:containedctx // handed on to messages
 	logger   watermill.LoggerAdapter
 	status   subscriptionStatus
+	// slots bounds what is in flight in all shards together.
+	slots chan struct{}
 }
 
 // run returns when stop has ended and nothing is in flight any more.
@@ -85,8 +90,9 @@ func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) err
 
 // deliver reads and hands out until the lease or stop ends.
 func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
-	tracker := delivery.NewTracker(held.Start)
-	held.Report(tracker.State)
+	bounded := s.config.Retry.MaxAttempts > 0
+	tracker := delivery.NewTracker(held.Start, bounded, bounded && held.Unclean)
+	held.Report(tracker)
 
 	reading, cancel := context.WithCancel(held.Context())
 	defer cancel()
@@ -98,13 +104,54 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
 	defer cancel()
 	wg.Go(func() { s.read(reading, held, pages) })
 
-	engine := delivery.Strict{
-		Out: s.out, Base: s.base, Stop: stop,
-		Grace: max(s.config.CloseTimeout, 0), Backoff: s.config.backoff(), MaxHoles: maxHoles,
+	engine := delivery.Engine{
+		Policy: s.config.policy(), Out: s.out, Base: s.base, Stop: stop, Slots: s.slots,
 		Wrap: func(ctx context.Context, row window.Row, attempt int) context.Context {
 			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
 		},
-		Valid: held.Valid, Logger: s.logger,
+		Reason: func(ctx context.Context) error { return errorNoteFrom(ctx).get() },
+		Valid:  held.Valid, Store: verdicts{held, tracker}, Died: s.died, Logger: s.logger,
 	}
+	s.status.delivers(&engine)
+	defer s.status.delivers(nil)
 	engine.Run(held.Context(), tracker, pages)
+}
+
+// died tells the hook of a dead letter.
+func (s *subscription) died(v delivery.Verdict) {
+	if s.config.OnDeadLetter == nil {
+		return
+	}
+	raw := v.Row.Metadata
+	if v.Metadata != nil {
+		raw = v.Metadata
+	}
+	decoded, _ := metadata.Decode(raw) // nil, as documented, if it cannot be
+	s.config.OnDeadLetter(DeadLetter{
+		ConsumerGroup: s.key.Group, Topic: s.key.Topic, OrderingKey: v.Row.Key, UUID: v.Row.UUID,
+		Metadata: decoded, RawMetadata: bytes.Clone(raw), Payload: bytes.Clone(v.Row.Payload),
+		Era: v.Row.Era, MessageID: v.Row.ID, PublishedAt: v.Row.CreatedAt, DiedAt: time.Now(),
+		Attempts: v.Attempts, Error: v.Error,
+	})
+}
+
+// verdicts is the engine's store under one lease.
+type verdicts struct {
+	held    *lease.Lease
+	tracker *delivery.Tracker
+}
+
+func (v verdicts) Save(ctx context.Context) error { return v.held.Save(ctx) }
+
+func (v verdicts) Nudge() { v.held.Nudge() }
+
+func (v verdicts) Buried(ctx context.Context, row window.Row) (bool, error) {
+	return v.held.Buried(ctx, row.Era, row.ID)
+}
+
+func (v verdicts) Settle(ctx context.Context, entry *delivery.Entry, verdict delivery.Verdict) error {
+	return v.held.Settle(ctx, cursor.Verdict{
+		Era: verdict.Row.Era, ID: verdict.Row.ID, Attempts: verdict.Attempts, Metadata: verdict.Metadata,
+		Dead: verdict.Dead, Error: verdict.Error, Due: verdict.Due, After: verdict.After,
+	}, func() (window.State, uint64, uint64) { return v.tracker.StateWithout(entry) }, entry.Settled)
 }

@@ -22,6 +22,8 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"strings"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -56,6 +58,8 @@ type Held struct {
 	State window.State
 	// Life is the life of the server that the state was read in.
 	Life window.Life
+	// Unclean says that another process held it that has died.
+	Unclean bool
 	// Err says why the stored position cannot be used; the cursor is held all
 	// the same, so that nobody else trips over it at once.
 	Err error
@@ -88,6 +92,7 @@ type DB interface {
 type Store struct {
 	holder                                                        string
 	ensure, claim, save, beat, beats, leave, boot, sweep, missing string
+	settle, buried                                                string
 }
 
 // NewStore returns the store of the process that calls itself holder, a name
@@ -103,7 +108,7 @@ func NewStore(schemaName, holder string) *Store {
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
 		beat: text("beat"), beats: text("beats"), leave: text("leave"), boot: text("boot"),
-		sweep: text("sweep"), missing: text("missing"),
+		sweep: text("sweep"), missing: text("missing"), settle: text("settle"), buried: text("buried"),
 	}
 }
 
@@ -220,10 +225,32 @@ func (s *Store) Beats(ctx context.Context, db DB, wanted []Key) (map[string]int6
 // Save stores positions in one statement and returns the keys of those that
 // were still held under their epoch. The others are lost to another process.
 func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, error) {
+	args, err := s.writeArgs(writes)
+	if err != nil {
+		return nil, err
+	}
+	rows, err := db.Query(ctx, s.save, args...)
+	if err != nil {
+		return nil, fmt.Errorf("store positions: %w", err)
+	}
+	saved := make(map[Key]bool, len(writes))
+	var key Key
+	if _, err := pgx.ForEachRow(rows, []any{&key.Group, &key.Topic, &key.Shard}, func() error {
+		saved[key] = true
+		return nil
+	}); err != nil {
+		return nil, fmt.Errorf("store positions: %w", err)
+	}
+	return saved, nil
+}
+
+// writeArgs returns the arguments of save.sql, with which those of settle.sql
+// begin.
+func (s *Store) writeArgs(writes []Write) ([]any, error) {
 	var (
 		groups, topics, ps, steps, holes, pasts, aheads []string
 		cs                                              []*string
-		shards                                          []int
+		shards, reaches                                 []int
 		epochs, eras, floors, tops, ats, atEras         []int64
 		releases                                        []bool
 		lifeEras                                        []int64
@@ -258,20 +285,79 @@ func (s *Store) Save(ctx context.Context, db DB, writes []Write) (map[Key]bool, 
 		ats, atEras = append(ats, p.At), append(atEras, p.AtEra)
 		holes, pasts, releases = append(holes, string(hole)), append(pasts, string(past)), append(releases, w.Release)
 		lifeEras, lives = append(lifeEras, w.Life.Era), append(lives, w.Life.Boot)
+		reaches = append(reaches, w.State.Reach)
 	}
-	rows, err := db.Query(ctx, s.save, s.holder, groups, topics, shards, epochs, eras, ps, floors, steps, cs, tops, ats, atEras, holes, pasts, releases, lifeEras, lives, aheads)
+	return []any{
+		s.holder, groups, topics, shards, epochs, eras, ps, floors, steps, cs, tops, ats, atEras, holes, pasts, releases,
+		lifeEras, lives, aheads, reaches,
+	}, nil
+}
+
+// Verdict is what becomes of a row that is not acked.
+type Verdict struct {
+	Era, ID  int64
+	Attempts int
+	// Metadata replaces the row's, unless nil.
+	Metadata []byte
+	// Dead says that it becomes a dead letter, with this Error. Otherwise it is
+	// deferred until Due, or if that is zero for After, by the server's clock.
+	Dead  bool
+	Error string
+	Due   time.Time
+	After time.Duration
+}
+
+// Settle stores a verdict and a position in one statement, both if the cursor is
+// still held under its epoch and otherwise neither; it reports which.
+func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict) (bool, error) {
+	args, err := s.writeArgs([]Write{write})
 	if err != nil {
-		return nil, fmt.Errorf("store positions: %w", err)
+		return false, err
 	}
-	saved := make(map[Key]bool, len(writes))
-	var key Key
-	if _, err := pgx.ForEachRow(rows, []any{&key.Group, &key.Topic, &key.Shard}, func() error {
-		saved[key] = true
-		return nil
-	}); err != nil {
-		return nil, fmt.Errorf("store positions: %w", err)
+	var changed *string
+	if verdict.Metadata != nil {
+		text := string(verdict.Metadata)
+		changed = &text
+	}
+	var due *time.Time
+	if !verdict.Due.IsZero() {
+		due = &verdict.Due
+	}
+	args = append(args, verdict.Era, verdict.ID, verdict.Attempts, changed, verdict.Dead, storable(verdict.Error), due, verdict.After.Microseconds())
+	rows, err := db.Query(ctx, s.settle, args...)
+	if err != nil {
+		return false, fmt.Errorf("store what becomes of row %d: %w", verdict.ID, err)
+	}
+	saved, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+	if err != nil {
+		return false, fmt.Errorf("store what becomes of row %d: %w", verdict.ID, err)
 	}
 	return saved, nil
+}
+
+// maxErrorBytes bounds what is stored of an error.
+const maxErrorBytes = 16 << 10
+
+// storable returns the text as PostgreSQL can store it.
+func storable(text string) string {
+	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
+	if len(text) > maxErrorBytes {
+		text = strings.ToValidUTF8(text[:maxErrorBytes], "") + " …"
+	}
+	return text
+}
+
+// Buried reports whether a row is among the dead letters of a group.
+func (s *Store) Buried(ctx context.Context, db DB, group string, era, id int64) (bool, error) {
+	rows, err := db.Query(ctx, s.buried, group, era, id)
+	if err != nil {
+		return false, fmt.Errorf("look among the dead letters: %w", err)
+	}
+	buried, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+	if err != nil {
+		return false, fmt.Errorf("look among the dead letters: %w", err)
+	}
+	return buried, nil
 }
 
 // Leave gives up everything the process holds and removes its row.
@@ -297,7 +383,7 @@ func scanHeld(row pgx.CollectableRow) (Held, error) {
 	var c, boot *string
 	pos := &h.State.Position
 	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past, &ahead,
-		&h.Life.Era, &boot, &current)
+		&h.State.Reach, &h.Unclean, &h.Life.Era, &boot, &current)
 	if err != nil {
 		return Held{}, err
 	}

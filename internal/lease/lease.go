@@ -20,6 +20,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -91,6 +92,8 @@ type Manager struct {
 	dirty atomic.Bool
 
 	kick chan struct{} // somebody waits, or a lease became free
+	// nudges asks for positions to be stored before it is time.
+	nudges chan struct{}
 
 	// Of the claiming goroutine: the beats of others, and since when they have
 	// not changed, on this process's monotonic clock.
@@ -114,7 +117,7 @@ func New(store *cursor.Store, db cursor.DB, beatDB cursor.Querier, config Config
 		config: config, store: store, db: db, beatDB: beatDB,
 		held: map[cursor.Key]*Lease{}, waiting: map[cursor.Key][]*candidate{},
 		bad: map[cursor.Key]time.Time{}, started: time.Now(),
-		kick: make(chan struct{}, 1), beats: map[string]sighting{},
+		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), beats: map[string]sighting{},
 	}
 }
 
@@ -125,26 +128,39 @@ type Lease struct {
 	Start window.State
 	Life  window.Life
 
+	// Unclean says that the process that held it before has died.
+	Unclean bool
+
 	manager *Manager
 	epoch   int64
 	granted time.Time
 	ctx     context.Context //nolint:containedctx // is the lease's own end, not a caller's context
 	lose    context.CancelCauseFunc
 
-	mu sync.Mutex
-	// source returns the state to store and a number that changes with it;
-	// urgent is the part of that number that counts messages.
-	source          func() (state window.State, version, urgent uint64)
+	// write is held from asking for the state until it is stored, so that no
+	// older state replaces a newer one.
+	write sync.Mutex
+
+	mu              sync.Mutex
+	source          Source
 	saved, savedUrg uint64
 	savedAt         time.Time
+}
+
+// Source says what is to be stored. Its methods are called from other goroutines.
+type Source interface {
+	// State returns the state to store and a number that changes with it; urgent
+	// is the part of that number that counts messages.
+	State() (state window.State, version, urgent uint64)
+	// Stored is told the version of the last state asked for, when it is stored.
+	Stored(version uint64)
 }
 
 // Context ends when the lease is lost (the cause matches ErrLost) or released.
 func (l *Lease) Context() context.Context { return l.ctx }
 
-// Report sets where the state to be stored comes from. The function is called
-// from other goroutines.
-func (l *Lease) Report(source func() (state window.State, version, urgent uint64)) {
+// Report sets where the state to be stored comes from.
+func (l *Lease) Report(source Source) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.source = source
@@ -470,7 +486,7 @@ func (m *Manager) grant(h cursor.Held, lapses int64) {
 		m.waiting[h.Key] = waiting[1:]
 	}
 	ctx, lose := context.WithCancelCause(context.Background())
-	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, manager: m, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, savedAt: time.Now()}
+	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, Unclean: h.Unclean, manager: m, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, savedAt: time.Now()}
 	m.held[h.Key] = lease
 	waiting[0].granted <- lease
 }
@@ -503,16 +519,25 @@ func (m *Manager) sweep(ctx context.Context) error {
 	return nil
 }
 
+// nudgeShare is how many times as often positions are stored at most when that
+// is asked for.
+const nudgeShare = 20
+
 func (m *Manager) checkpointLoop(ctx context.Context) {
 	ticker := time.NewTicker(m.config.Checkpoint)
 	defer ticker.Stop()
 	failures := 0
+	last := time.Now()
 	for {
 		select {
 		case <-ticker.C:
+		case <-m.nudges:
+			// Many are as good as one.
+			backoff.Wait(ctx, m.config.Checkpoint/nudgeShare-time.Since(last))
 		case <-ctx.Done():
 			return
 		}
+		last = time.Now()
 		if err := m.Checkpoint(ctx); err != nil && ctx.Err() == nil {
 			failures++
 			m.config.Failed(err)
@@ -539,10 +564,16 @@ func (m *Manager) Checkpoint(ctx context.Context) error {
 	var versions [][2]uint64
 	now := time.Now()
 	for _, lease := range leases {
-		write, version, urgent, due := lease.pending(now, m.config.IdleCheckpoint)
-		if due {
-			writes, moved, versions = append(writes, write), append(moved, lease), append(versions, [2]uint64{version, urgent})
+		if !lease.write.TryLock() {
+			continue // its state is just being stored
 		}
+		write, version, urgent, due := lease.pending(now, m.config.IdleCheckpoint)
+		if !due {
+			lease.write.Unlock()
+			continue
+		}
+		defer lease.write.Unlock()
+		writes, moved, versions = append(writes, write), append(moved, lease), append(versions, [2]uint64{version, urgent})
 	}
 	if len(writes) == 0 {
 		return nil
@@ -558,7 +589,7 @@ func (m *Manager) Checkpoint(ctx context.Context) error {
 			lease.mark(versions[i], now)
 			continue
 		}
-		lease.Lose(fmt.Errorf("%s: another process took the cursor, the server began another life, or the row was removed", lease.Key))
+		_ = lease.gone()
 	}
 	return nil
 }
@@ -570,15 +601,92 @@ func (l *Lease) pending(now time.Time, idle time.Duration) (write cursor.Write, 
 	if l.source == nil || l.ctx.Err() != nil {
 		return cursor.Write{}, 0, 0, false
 	}
-	state, version, urgent := l.source()
+	state, version, urgent := l.source.State()
 	due = urgent != l.savedUrg || (version != l.saved && now.Sub(l.savedAt) >= idle)
 	return cursor.Write{Key: l.Key, Epoch: l.epoch, State: state, Life: l.Life}, version, urgent, due
 }
 
 func (l *Lease) mark(versions [2]uint64, now time.Time) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.saved, l.savedUrg, l.savedAt = versions[0], versions[1], now
+	source := l.source
+	l.mu.Unlock()
+	if source != nil {
+		source.Stored(versions[0])
+	}
+}
+
+// Nudge asks for the state to be stored soon.
+func (l *Lease) Nudge() {
+	select {
+	case l.manager.nudges <- struct{}{}:
+	default:
+	}
+}
+
+// Save stores the state now.
+func (l *Lease) Save(ctx context.Context) error {
+	l.write.Lock()
+	defer l.write.Unlock()
+	l.mu.Lock()
+	source := l.source
+	l.mu.Unlock()
+	if source == nil || l.ctx.Err() != nil {
+		return fmt.Errorf("store %s: %w", l.Key, ErrLost)
+	}
+	state, version, urgent := source.State()
+	now := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, l.manager.config.Timeout)
+	defer cancel()
+	saved, err := l.manager.store.Save(ctx, l.manager.db, []cursor.Write{{Key: l.Key, Epoch: l.epoch, State: state, Life: l.Life}})
+	if err != nil {
+		l.manager.config.Failed(err)
+		return err
+	}
+	if !saved[l.Key] {
+		return l.gone()
+	}
+	l.mark([2]uint64{version, urgent}, now)
+	return nil
+}
+
+// Settle stores a verdict on a row together with a state, both or neither, and
+// calls settled once they are stored.
+func (l *Lease) Settle(ctx context.Context, verdict cursor.Verdict, state func() (state window.State, version, urgent uint64), settled func()) error {
+	l.write.Lock()
+	defer l.write.Unlock()
+	if l.ctx.Err() != nil {
+		return fmt.Errorf("store %s: %w", l.Key, ErrLost)
+	}
+	stored, version, urgent := state()
+	now := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, l.manager.config.Timeout)
+	defer cancel()
+	saved, err := l.manager.store.Settle(ctx, l.manager.db, cursor.Write{Key: l.Key, Epoch: l.epoch, State: stored, Life: l.Life}, verdict)
+	if err != nil {
+		l.manager.config.Failed(err)
+		return err
+	}
+	if !saved {
+		return l.gone()
+	}
+	settled()
+	l.mark([2]uint64{version, urgent}, now)
+	return nil
+}
+
+// Buried reports whether the row is among the group's dead letters.
+func (l *Lease) Buried(ctx context.Context, era, id int64) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, l.manager.config.Timeout)
+	defer cancel()
+	return l.manager.store.Buried(ctx, l.manager.db, l.Key.Group, era, id)
+}
+
+// gone ends a lease of which a write found nothing.
+func (l *Lease) gone() error {
+	err := fmt.Errorf("%s: another process took the cursor, the server began another life, or the row was removed", l.Key)
+	l.Lose(err)
+	return fmt.Errorf("%w: %w", ErrLost, err)
 }
 
 // Lose ends the lease's context; nothing is written on its behalf any more. The
@@ -596,11 +704,14 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.manager.dirty.Store(true)
 		return nil
 	}
+	l.write.Lock()
+	defer l.write.Unlock()
 	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
 	l.mu.Lock()
 	if l.source != nil {
-		write.State, _, _ = l.source()
+		write.State, _, _ = l.source.State()
 	}
+	write.State = clean(write.State)
 	l.source = nil // a checkpoint that is on its way fits no more: no holder
 	l.mu.Unlock()
 	saved, err := l.manager.saveLast(ctx, write)
@@ -613,6 +724,16 @@ func (l *Lease) Release(ctx context.Context) error {
 		return fmt.Errorf("release %s: %w: it is no longer ours", l.Key, ErrLost)
 	}
 	return nil
+}
+
+// clean returns the state as it is when the process has ended nothing by dying.
+func clean(state window.State) window.State {
+	state.Reach = 0
+	state.Holes = slices.Clone(state.Holes)
+	for i := range state.Holes {
+		state.Holes[i].Starts = 0
+	}
+	return state
 }
 
 // saveLast stores a last position, which nobody will try again to store: a

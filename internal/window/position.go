@@ -85,6 +85,11 @@ type Hole struct {
 	Era       int64     `json:"era"`
 	ID        int64     `json:"id"`
 	CreatedAt time.Time `json:"created_at"`
+	// Attempts is how many deliveries to the group have failed.
+	Attempts int `json:"attempts,omitempty"`
+	// Starts is what Attempts becomes if the holder dies: the row alone is in
+	// flight, so it counts as its doing. 0 if it would say nothing.
+	Starts int `json:"starts,omitempty"`
 }
 
 // State is what a cursor stores of its group.
@@ -92,6 +97,8 @@ type State struct {
 	Position Position
 	// Holes are rows that were handed out and not acknowledged, by era and id.
 	Holes []Hole
+	// Reach is how many rows beyond the position may have been handed out.
+	Reach int
 }
 
 // Earliest is the position before everything.

@@ -21,7 +21,7 @@ WITH seen AS MATERIALIZED (
     -- What was seen free may have been taken since; the lock shows the newest
     -- row, but the conditions above would still see processes as they were
     -- before, and a holder that has only just begun would have none.
-    SELECT c.consumer_group, c.topic, c.shard
+    SELECT c.consumer_group, c.topic, c.shard, c.reach, c.holder
     FROM outbox.cursors c
     JOIN seen ON c.consumer_group = seen.consumer_group AND c.topic = seen.topic AND c.shard = seen.shard
     WHERE c.epoch = seen.epoch
@@ -29,8 +29,11 @@ WITH seen AS MATERIALIZED (
     FOR UPDATE OF c SKIP LOCKED
 )
 UPDATE outbox.cursors c
-SET holder = $1::text, epoch = c.epoch + 1, updated_at = now()
+-- The new holder may hand out some rows before it stores how far it went; 64 is
+-- minReach of package delivery.
+SET holder = $1::text, epoch = c.epoch + 1, reach = least(free.reach + 64, 100000), updated_at = now()
 FROM free
 WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shard = free.shard
 RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
-    c.holes::text, c.past::text, c.ahead::text, outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text
+    c.holes::text, c.past::text, c.ahead::text,
+    free.reach, coalesce(free.holder <> $1::text, false), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text

@@ -1,0 +1,494 @@
+package delivery
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+// Why a message's context ends, beside its Ack or Nack.
+var (
+	// ErrAckDeadline is the cause when its handler took too long.
+	ErrAckDeadline = errors.New("the ack deadline has passed")
+	errLeaseOver   = errors.New("the lease ran out before the message was taken from the channel")
+)
+
+// Policy says how messages go out. All of it is needed unless it says otherwise.
+type Policy struct {
+	Ordering Ordering
+	// MaxInFlight is how many messages may be in flight, 1 with Strict.
+	MaxInFlight int
+	// Pending and PendingBytes bound what is taken in and not settled, in flight
+	// or waiting. PendingBytes may be passed by one row.
+	Pending, PendingBytes int
+	// MaxAttempts is how many deliveries a message gets, 0 for any number.
+	MaxAttempts int
+	// Deferred says that a message waits for its next delivery in the table for
+	// that, and the next of its line goes on.
+	Deferred bool
+	// Backoff is the pause before the next delivery.
+	Backoff backoff.Policy
+	// AckDeadline is how long a handler may take, 0 for ever.
+	AckDeadline time.Duration
+	// Grace is how long a message in flight keeps its context after Stop, and how
+	// long a handler may go on when its context has ended.
+	Grace time.Duration
+}
+
+// Store keeps what the engine cannot answer for alone. Its methods are called
+// concurrently, and bound their own time.
+type Store interface {
+	// Save stores the tracker's state.
+	Save(ctx context.Context) error
+	// Settle stores the verdict on a row and the state in which it is settled,
+	// both or neither, if the lease is still good, and then settles the entry.
+	Settle(ctx context.Context, entry *Entry, verdict Verdict) error
+	// Buried reports whether somebody has put the row among the dead letters.
+	Buried(ctx context.Context, row window.Row) (bool, error)
+	// Nudge asks for the state to be stored soon.
+	Nudge()
+}
+
+// Verdict says what becomes of a row that is not acked.
+type Verdict struct {
+	Row window.Row
+	// Attempts is how many deliveries it had.
+	Attempts int
+	// Metadata replaces the row's, unless nil.
+	Metadata []byte
+	// Dead says that it becomes a dead letter, with this Error. Otherwise it is
+	// deferred until Due, or if that is zero for After.
+	Dead  bool
+	Error string
+	Due   time.Time
+	After time.Duration
+}
+
+// Engine hands out what comes in pages. It belongs to one subscription; Run
+// belongs to one lease and may be called again for the next. All fields are
+// needed unless they say otherwise.
+type Engine struct {
+	Policy
+
+	// Out is the channel of the subscription. Nothing is in it when Run has
+	// returned, for it is unbuffered.
+	Out chan<- *message.Message
+	// Base is the parent of the messages' contexts; only its values count.
+	Base context.Context //nolint:containedctx // handed on to messages
+	// Stop ends when nothing more may be handed out.
+	Stop context.Context //nolint:containedctx // outlives each Run
+	// Slots, if not nil, is shared with other engines of the subscription: what
+	// is in flight has put a value in.
+	Slots chan struct{}
+	// Wrap puts what is known of a delivery into its message's context.
+	Wrap func(ctx context.Context, row window.Row, attempt int) context.Context
+	// Reason returns why the handler of a message with such a context failed, nil
+	// if nobody said.
+	Reason func(ctx context.Context) error
+	// Valid reports whether the lease is still good.
+	Valid func() bool
+	Store Store
+	// Died is told of each dead letter.
+	Died   func(verdict Verdict)
+	Logger watermill.LoggerAdapter
+
+	current atomic.Pointer[run]
+}
+
+// run is the engine under one lease.
+type run struct {
+	*Engine
+
+	lease   context.Context //nolint:containedctx // as long as the run
+	tracker *Tracker
+	// room is signalled when more may be taken in.
+	room chan struct{}
+	wg   sync.WaitGroup
+
+	mu    sync.Mutex
+	queue queue
+	// pending and pendingBytes count what is taken in and not settled.
+	pending, pendingBytes int
+	// inFlight counts the items that workers have, workers also those workers
+	// that look for one.
+	inFlight, workers int
+	// suspectOut says that a suspect is in flight, and so nothing else.
+	suspectOut bool
+	retrying   map[*item]Retrying
+	ended      bool
+}
+
+// Retrying is a message that has failed and waits to be delivered again.
+type Retrying struct {
+	Row      window.Row
+	Attempts int
+	Err      error // nil if unknown
+	Since    time.Time
+	Next     time.Time
+}
+
+// outcome is how a row left a worker.
+type outcome int
+
+const (
+	// stopped: the subscription or the lease ended first; the row is not settled.
+	stopped outcome = iota
+	settled
+	// again: it failed and will be handed out again.
+	again
+	// nacked and overdue are what handOut says of a failure.
+	nacked
+	overdue
+)
+
+// Run hands out the pages as they come and moves the tracker, until Stop or the
+// lease's context ends. Nothing is in flight any more when it returns, but
+// handlers that did not end in their grace period.
+func (e *Engine) Run(lease context.Context, tracker *Tracker, pages <-chan window.Page) {
+	r := &run{
+		Engine: e, lease: lease, tracker: tracker, room: make(chan struct{}, 1),
+		queue: newQueue(e.Ordering), retrying: map[*item]Retrying{},
+	}
+	tracker.Changed = r.room
+	e.current.Store(r)
+	defer e.current.CompareAndSwap(r, nil)
+	defer r.wg.Wait()
+	defer r.end()
+	for {
+		select {
+		case page := <-pages:
+			if !r.take(page) {
+				return
+			}
+		case <-lease.Done():
+			return
+		case <-e.Stop.Done():
+			return
+		}
+	}
+}
+
+// Retrying returns the messages that wait to be delivered again, the oldest
+// failures first, at most limit; n is how many there are.
+func (e *Engine) Retrying(limit int) (list []Retrying, n int) {
+	r := e.current.Load()
+	if r == nil {
+		return nil, 0
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, info := range r.retrying {
+		list = append(list, info)
+	}
+	slices.SortFunc(list, func(a, b Retrying) int { return a.Since.Compare(b.Since) })
+	return list[:min(len(list), limit)], len(list)
+}
+
+func (r *run) end() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.ended = true
+}
+
+// going reports whether anything may be handed out.
+func (r *run) going() bool { return r.Stop.Err() == nil && r.lease.Err() == nil && r.Valid() }
+
+// take takes in one page, as there is room, and reports whether to go on.
+func (r *run) take(page window.Page) bool {
+	for _, hole := range page.Gone {
+		r.Logger.Info("A row that was not acked no longer exists", watermill.LogFields{"outbox_id": hole.ID})
+		r.tracker.Gone(hole)
+	}
+	for i, row := range page.Rows {
+		if !r.await(!page.Holes) {
+			return false
+		}
+		hole := window.Hole{Era: row.Era, ID: row.ID, CreatedAt: row.CreatedAt}
+		it := &item{row: row, before: row.Attempt, attempts: row.Attempt, size: len(row.Payload) + len(row.Metadata)}
+		if page.Holes {
+			var n int
+			it.entry, n = r.tracker.Hole(hole)
+			it.attempts += n
+		} else {
+			it.entry = r.tracker.Add(hole, page.After(i))
+		}
+		it.suspect = it.entry.Suspect
+		r.mu.Lock()
+		r.pending++
+		r.pendingBytes += it.size
+		r.queue.add(it)
+		r.employ()
+		r.mu.Unlock()
+	}
+	if len(page.Rows) == 0 && !page.Holes {
+		r.tracker.Move(page.End)
+	}
+	return true
+}
+
+// await waits until there is room for a row, of the log or of a hole, and
+// reports whether to go on.
+func (r *run) await(ofLog bool) bool {
+	for needed := 1; ; needed = min(r.Pending/8+1, 64) {
+		r.mu.Lock()
+		room := r.pending == 0 || r.pending+needed <= r.Pending && r.pendingBytes < r.PendingBytes
+		r.mu.Unlock()
+		if room && (!ofLog || r.tracker.Room()) {
+			return true
+		}
+		if room {
+			r.Store.Nudge()
+		}
+		// When it was full, many places are worth waking up for.
+		select {
+		case <-r.room:
+		case <-r.lease.Done():
+			return false
+		case <-r.Stop.Done():
+			return false
+		}
+	}
+}
+
+// employ begins workers for what is ready. Called with mu held.
+func (r *run) employ() {
+	for !r.ended && r.workers < r.MaxInFlight && r.workers-r.inFlight < r.queue.ready.len() {
+		r.workers++
+		r.wg.Go(r.work)
+	}
+}
+
+// work hands out one item after the other.
+func (r *run) work() {
+	for {
+		it := r.next()
+		if it == nil {
+			return
+		}
+		r.done(it, r.deliver(it))
+	}
+}
+
+// next returns the next item that may go out; without one the worker ends. A
+// suspect goes out alone.
+func (r *run) next() *item {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
+		r.workers--
+		return nil
+	}
+	it := r.queue.ready.pop()
+	r.inFlight++
+	r.suspectOut = it.suspect
+	delete(r.retrying, it)
+	return it
+}
+
+func (r *run) done(it *item, result outcome) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.inFlight--
+	if it.suspect {
+		r.suspectOut, it.suspect = false, false // whatever it did, the process lives
+	}
+	if result == settled {
+		r.pending--
+		r.pendingBytes -= it.size
+		r.queue.gone(it)
+		select {
+		case r.room <- struct{}{}:
+		default:
+		}
+	}
+	r.employ()
+}
+
+// deliver hands out one item, and sees to what becomes of it.
+func (r *run) deliver(it *item) outcome {
+	if it.attempts > it.before && it.attempts > 0 {
+		switch buried, err := r.Store.Buried(r.lease, it.row); {
+		case err != nil:
+			r.Logger.Error("Cannot see whether a message was buried meanwhile; it is delivered", err, r.fields(it))
+		case buried:
+			it.entry.Settled()
+			r.Logger.Info("A message that failed was put among the dead letters by somebody", r.fields(it))
+			return settled
+		}
+	}
+	metadata, err := it.row.DecodeMetadata()
+	switch {
+	case err != nil:
+		return r.bury(it, nil, fmt.Sprintf("the stored row cannot become a message: %s", err))
+	case r.exhausted(it):
+		// The last one has ended its process, or was not yet stored as the last.
+		return r.bury(it, poisoned(metadata, nil, lastAttempt), lastAttempt)
+	}
+	if it.suspect && !r.accuse(it) {
+		return stopped
+	}
+	msg, failure, result := r.handOut(it, metadata)
+	switch result {
+	case settled:
+		it.entry.Settled()
+		return settled
+	case nacked, overdue:
+		return r.failed(it, msg, failure)
+	case stopped, again:
+	}
+	if it.suspect {
+		it.entry.Count(it.attempts-it.before, 0)
+	}
+	return stopped
+}
+
+// accuse stores that the row is in flight alone, so that it counts if the
+// process ends now. It was handed out before, in the process that ended, so that
+// counts then, too.
+func (r *run) accuse(it *item) bool {
+	failed := it.attempts - it.before
+	it.entry.Count(failed, max(failed, 1)+1)
+	return r.insist("Cannot store which message is tried", it, func() error { return r.Store.Save(r.lease) })
+}
+
+func (r *run) exhausted(it *item) bool {
+	return r.MaxAttempts > 0 && it.attempts >= r.MaxAttempts && it.attempts > it.before
+}
+
+// handOut sends one message and waits for what becomes of it, and of a failure
+// returns why.
+func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Message, failure error, result outcome) {
+	if r.Slots != nil {
+		select {
+		case r.Slots <- struct{}{}:
+			defer func() { <-r.Slots }()
+		case <-r.lease.Done():
+			return nil, nil, stopped
+		case <-r.Stop.Done():
+			return nil, nil, stopped
+		}
+	}
+	if !r.going() {
+		return nil, nil, stopped
+	}
+	payload := it.row.Payload
+	if it.row.Shared {
+		payload = bytes.Clone(payload) // a handler may change its message
+	}
+	msg = message.NewMessage(it.row.UUID, payload)
+	msg.Metadata = metadata
+	ctx, cancel := context.WithCancelCause(r.Base)
+	defer cancel(context.Canceled)
+	wrapped := r.Wrap(ctx, it.row, it.attempts+1)
+	msg.SetContext(wrapped)
+	select {
+	case r.Out <- msg:
+	case <-r.lease.Done():
+		return nil, nil, stopped
+	case <-r.Stop.Done():
+		return nil, nil, stopped
+	}
+	if !r.Valid() {
+		// It waited to be taken for longer than the lease was good.
+		cancel(cmp.Or(context.Cause(r.lease), errLeaseOver))
+	}
+	result = r.outcome(msg, cancel)
+	switch result {
+	case nacked:
+		failure = r.Reason(wrapped)
+	case overdue:
+		failure = cmp.Or(r.Reason(wrapped), ErrAckDeadline)
+	case settled, stopped, again:
+	}
+	return msg, failure, result
+}
+
+// outcome waits for a message that was taken.
+func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc) outcome {
+	var deadline <-chan time.Time
+	if r.AckDeadline > 0 {
+		timer := time.NewTimer(r.AckDeadline)
+		defer timer.Stop()
+		deadline = timer.C
+	}
+	select {
+	case <-msg.Acked():
+		return settled
+	case <-msg.Nacked():
+		// What fails because the end has come did not fail.
+		if !r.going() {
+			return stopped
+		}
+		return nacked
+	case <-deadline:
+		cancel(ErrAckDeadline)
+		return r.grant(msg, cancel, overdue)
+	case <-r.lease.Done():
+		cancel(context.Cause(r.lease))
+	case <-r.Stop.Done():
+	}
+	// The end is near: of the subscription, which gives the handler its grace,
+	// or of the lease, when the ack counts for nothing but the handler is given
+	// time to end, so that the next lease does not hand out the message beside
+	// it.
+	return r.grant(msg, cancel, stopped)
+}
+
+// grant gives a handler its grace. Without an ack in that time the outcome is
+// otherwise; one after the lease is lost counts for nothing.
+func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, otherwise outcome) outcome {
+	grace := time.NewTimer(r.Grace)
+	defer grace.Stop()
+	for lost := r.lease.Done(); ; {
+		select {
+		case <-msg.Acked():
+		case <-msg.Nacked():
+		case <-lost:
+			cancel(context.Cause(r.lease))
+			lost = nil
+			continue
+		case <-grace.C:
+		}
+		break
+	}
+	acked := isDone(msg.Acked())
+	if !acked && !isDone(msg.Nacked()) {
+		r.Logger.Info("A message was neither acked nor nacked in the grace period; it will be delivered again", watermill.LogFields{
+			"message_uuid": msg.UUID, "grace": r.Grace.String(),
+		})
+	}
+	switch {
+	case r.lease.Err() != nil:
+		return stopped
+	case acked:
+		return settled
+	case r.Stop.Err() != nil:
+		return stopped
+	}
+	return otherwise
+}
+
+func isDone(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+func (r *run) fields(it *item) watermill.LogFields {
+	return watermill.LogFields{"message_uuid": it.row.UUID, "outbox_id": it.row.ID, "attempt": it.attempts}
+}

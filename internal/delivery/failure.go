@@ -1,0 +1,155 @@
+package delivery
+
+import (
+	"maps"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/components/delay"
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/metadata"
+)
+
+// storeRetry is the pause before a verdict is tried to be stored again.
+var storeRetry = backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
+
+// The keys of Watermill's poison queue middleware, whose package would bring its
+// dependencies along.
+const (
+	reasonForPoisonedKey  = "reason_poisoned"
+	poisonedTopicKey      = "topic_poisoned"
+	poisonedHandlerKey    = "handler_poisoned"
+	poisonedSubscriberKey = "subscriber_poisoned"
+)
+
+// unknownError stands for what Nack does not say.
+const unknownError = "the message was nacked; why is known with the middleware outbox.KeepError"
+
+// lastAttempt is the reason of those of which more is not known.
+const lastAttempt = "the last attempt ended the process that handled the message, or its reason was lost with it"
+
+// failed counts a failed delivery and decides what follows.
+func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
+	it.attempts++
+	original, _ := it.row.DecodeMetadata() // has been decoded before
+	text := unknownError
+	if failure != nil {
+		text = failure.Error()
+	}
+	// Also when a verdict follows, which may come to be stored too late.
+	it.entry.Count(it.attempts-it.before, 0)
+	if r.exhausted(it) {
+		return r.bury(it, poisoned(original, msg, text), text)
+	}
+	verdict := Verdict{Row: it.row, Attempts: it.attempts, After: r.Backoff.Delay(it.attempts)}
+	due, delayed := delayedAnew(original, msg)
+	if delayed {
+		verdict.Due = due
+		original[delay.DelayedUntilKey] = msg.Metadata.Get(delay.DelayedUntilKey)
+		if pause := msg.Metadata.Get(delay.DelayedForKey); pause != "" {
+			original[delay.DelayedForKey] = pause
+		}
+		verdict.Metadata = metadata.Append(nil, original)
+	}
+	r.Logger.Debug("Message was nacked", r.fields(it).Add(watermill.LogFields{"reason": text, "retry_in": verdict.After.String()}))
+	if delayed || r.Deferred {
+		return r.settle(it, verdict)
+	}
+	r.Store.Nudge()
+	r.retry(it, failure, verdict.After)
+	return again
+}
+
+// delayedAnew returns the time that a handler has put off its message to, as
+// Watermill's DelayOnError middleware does: it changes the message's metadata and
+// lets the error through.
+func delayedAnew(original map[string]string, msg *message.Message) (due time.Time, ok bool) {
+	until := msg.Metadata.Get(delay.DelayedUntilKey)
+	if until == "" || until == original[delay.DelayedUntilKey] {
+		return time.Time{}, false
+	}
+	due, err := time.Parse(time.RFC3339, until)
+	return due, err == nil
+}
+
+// poisoned returns the metadata of a dead letter: the message's own, with the
+// keys of Watermill's poison queue.
+func poisoned(original map[string]string, msg *message.Message, reason string) map[string]string {
+	dead := maps.Clone(original)
+	dead[reasonForPoisonedKey] = reason
+	if msg != nil {
+		ctx := msg.Context()
+		dead[poisonedTopicKey] = message.SubscribeTopicFromCtx(ctx)
+		dead[poisonedHandlerKey] = message.HandlerNameFromCtx(ctx)
+		dead[poisonedSubscriberKey] = message.SubscriberNameFromCtx(ctx)
+	}
+	return dead
+}
+
+// bury makes a dead letter of an item. Metadata nil means that it stays as it is,
+// bytes and all.
+func (r *run) bury(it *item, dead map[string]string, reason string) outcome {
+	verdict := Verdict{Row: it.row, Attempts: it.attempts, Dead: true, Error: reason}
+	if dead != nil {
+		verdict.Metadata = metadata.Append(nil, dead)
+	}
+	result := r.settle(it, verdict)
+	if result == settled {
+		r.Logger.Info("Message became a dead letter", r.fields(it).Add(watermill.LogFields{"reason": reason}))
+		r.Died(verdict)
+	}
+	return result
+}
+
+// settle stores a verdict.
+func (r *run) settle(it *item, verdict Verdict) outcome {
+	if !r.insist("Cannot store what becomes of a message; it is not passed over", it, func() error {
+		return r.Store.Settle(r.lease, it.entry, verdict)
+	}) {
+		return stopped
+	}
+	return settled
+}
+
+// insist tries until it succeeds, and reports whether it did before the end.
+func (r *run) insist(problem string, it *item, try func() error) bool {
+	for failures := 1; r.going(); failures++ {
+		err := try()
+		if err == nil {
+			return true
+		}
+		if !r.going() {
+			break
+		}
+		pause := storeRetry.Delay(failures)
+		r.Logger.Error(problem, err, r.fields(it).Add(watermill.LogFields{"failures": failures, "retry_in": pause.String()}))
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-r.lease.Done():
+		case <-r.Stop.Done():
+		}
+		timer.Stop()
+	}
+	return false
+}
+
+// retry makes the item ready again after a pause; meanwhile it holds its line,
+// and no place in flight.
+func (r *run) retry(it *item, failure error, pause time.Duration) {
+	now := time.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if it.failingSince.IsZero() {
+		it.failingSince = now
+	}
+	r.retrying[it] = Retrying{Row: it.row, Attempts: it.attempts, Err: failure, Since: it.failingSince, Next: now.Add(pause)}
+	time.AfterFunc(pause, func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.queue.again(it)
+		r.employ()
+	})
+}
