@@ -306,7 +306,7 @@ func TestRetryDoesNotCountTheEnd(t *testing.T) {
 	for _, msg := range first {
 		require.True(t, msg.Nack())
 	}
-	requireClosed(t, messages)
+	require.NoError(t, subscriber.Close())
 
 	_, messages = f.subscribe(consumer, config, "topic")
 	second := inFlight(t, messages, n)
