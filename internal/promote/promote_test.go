@@ -262,12 +262,12 @@ func TestLooksAgainAtOnceWhileThereIsMore(t *testing.T) {
 	})
 }
 
-// Full looks take a twentieth of the time, and are all looks while they are cheap.
+// Full looks take a fiftieth of the time, and are all looks while they are cheap.
 func TestFullLooksAreRareWhenTheyAreDear(t *testing.T) {
 	t.Parallel()
 
 	for cost, want := range map[time.Duration]int{
-		0: 601, time.Millisecond: 601, interval / fullShare: 601, 50 * time.Millisecond: 61, time.Second: 4, time.Minute: 1,
+		0: 601, time.Millisecond: 601, interval / fullShare: 601, 50 * time.Millisecond: 25, time.Second: 2, time.Minute: 1,
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			s := &fakeStore{cost: cost}
@@ -294,7 +294,7 @@ func TestFullLookThatFails(t *testing.T) {
 			return nil
 		}
 		require.Len(t, run(t, s, 3*time.Minute), 1)
-		require.Equal(t, 19, s.full, "the next one comes after 200 s")
+		require.Equal(t, 19, s.full, "the next one comes after 500 s")
 		require.Greater(t, len(s.looks), looks+1000)
 	})
 }
