@@ -120,9 +120,15 @@ SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, cu
        coalesce((SELECT string_agg(w.privilege || ' on ' || w.name, ', ')
            FROM (VALUES ('messages', 'SELECT'), ('messages_id_seq', 'SELECT'), ('boot', 'INSERT'), ('boot', 'SELECT'),
                         ('cursors', 'INSERT'), ('cursors', 'UPDATE'), ('cursors', 'SELECT'),
-                        ('processes', 'INSERT'), ('processes', 'UPDATE'), ('processes', 'DELETE')) AS w (name, privilege)
+                        ('processes', 'INSERT'), ('processes', 'UPDATE'), ('processes', 'DELETE'),
+                        ('deferred', 'SELECT'), ('deferred', 'UPDATE'), ('deferred', 'DELETE')) AS w (name, privilege)
            LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = w.name
-           WHERE c.oid IS NULL OR NOT has_table_privilege(c.oid, w.privilege)), '')
+           WHERE c.oid IS NULL OR NOT has_table_privilege(c.oid, w.privilege)),
+           -- On columns: what moves a deferred message into the log.
+           (SELECT 'INSERT on messages (' || string_agg(w.name, ', ') || ')'
+           FROM unnest(ARRAY['topic', 'key', 'uuid', 'metadata', 'payload', 'target_group', 'attempt']) AS w (name)
+           JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = 'messages'
+           WHERE NOT coalesce(has_column_privilege(c.oid, w.name, 'INSERT'), false)), '')
 FROM pg_catalog.pg_namespace n WHERE n.nspname = $1::text`
 
 // checkConsumer refuses an installation that would not deliver.

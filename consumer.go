@@ -17,6 +17,7 @@ import (
 	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/lease"
 	"github.com/millrace/watermill-outbox/internal/live"
+	"github.com/millrace/watermill-outbox/internal/promote"
 	"github.com/millrace/watermill-outbox/internal/watch"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
@@ -97,8 +98,9 @@ type ConsumerConfig struct {
 	// PollInterval is the longest time between two looks for new messages: one
 	// statement per process, whatever the number of topics. It is the delay a
 	// message sees after a quiet time; after news the looks come up to ten
-	// times as often, and a backlog is read without any pause. Shorter costs
-	// the server more statements while idle. Between MinPollInterval and
+	// times as often, and a backlog is read without any pause. Scheduled
+	// messages are looked for by a statement of their own, as often. Shorter
+	// costs the server more statements while idle. Between MinPollInterval and
 	// MaxPollInterval. Defaults to DefaultPollInterval.
 	PollInterval time.Duration
 
@@ -175,14 +177,16 @@ type Consumer struct {
 	queries *window.Queries
 	store   *cursor.Store
 	watcher *watch.Watcher
-	leases  *lease.Manager
+	// promoter moves deferred messages into the log when they are due.
+	promoter *promote.Promoter
+	leases   *lease.Manager
 	// barrier and live are nil with ModePoll.
 	barrier   *reservedConn
 	live      *live.Source
 	walProven atomic.Bool // a replication connection could be opened
 	since     time.Time
 
-	// background ends the watcher and the leases' upkeep; done is closed when
+	// background ends the watcher, the promoter and the leases' upkeep; done is closed when
 	// they have ended.
 	background context.Context //nolint:containedctx // the Consumer's own lifetime
 	stop       context.CancelFunc
@@ -251,6 +255,9 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	c.watcher = watch.New(pool, watch.Config{
 		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
+	c.promoter = promote.New(pool, promote.Config{
+		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+	})
 	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
@@ -302,6 +309,7 @@ func (c *Consumer) start() {
 	}
 	c.started = true
 	c.running.Go(func() { c.watcher.Run(c.background) })
+	c.running.Go(func() { c.promoter.Run(c.background) })
 	c.running.Go(func() { c.leases.Run(c.background) })
 	if c.live != nil {
 		c.running.Go(func() { c.live.Run(c.background) })

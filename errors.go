@@ -63,14 +63,11 @@ var (
 	ErrInvalidTopic = errors.New("outbox: invalid topic")
 
 	// ErrCallTooLarge is returned by Publish when the messages of one call are
-	// more than one statement can carry through database/sql. Split the call
-	// inside one transaction, or publish through pgx, which has no such bound.
+	// more than one statement can carry through database/sql, or through pgx
+	// with scheduled messages among them. Split the call inside one
+	// transaction; through pgx, calls without scheduled messages have no such
+	// bound.
 	ErrCallTooLarge = errors.New("outbox: too many bytes for one call")
-
-	// ErrScheduled is returned by Publish for a message that is to be delivered
-	// later: this version does not schedule yet, and delivering it at once
-	// would be wrong. No SQL was run.
-	ErrScheduled = errors.New("outbox: scheduled messages are not supported by this version")
 
 	// ErrReadOnly is returned by constructors and Subscribe when the server
 	// takes no writes: a hot standby, or default_transaction_read_only. Connect
@@ -106,7 +103,7 @@ type MessageError struct {
 	Field string
 	// Problem says what is wrong with it.
 	Problem string
-	// Err, if not nil, is a more special sentinel, such as ErrScheduled.
+	// Err, if not nil, is the cause, such as a *time.ParseError.
 	Err error
 }
 
@@ -118,7 +115,7 @@ func (e *MessageError) Error() string {
 // Is reports whether target is ErrInvalidMessage.
 func (e *MessageError) Is(target error) bool { return target == ErrInvalidMessage }
 
-// Unwrap returns the more special sentinel, if any.
+// Unwrap returns the cause, if any.
 func (e *MessageError) Unwrap() error { return e.Err }
 
 // sqlState returns the SQLSTATE of a server's error, whichever driver brought

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/hex"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -19,10 +20,10 @@ const (
 	// copyFromBytes is how many bytes of one call do: an array is built in
 	// memory on both sides, COPY streams.
 	copyFromBytes = 256 << 10
-	// maxStdCallBytes bounds a call through database/sql, where the messages
-	// travel as array literals with two characters per payload byte, and
-	// PostgreSQL takes no value over 1 GB.
-	maxStdCallBytes = 256 << 20
+	// maxArrayBytes bounds a call whose messages travel as arrays: PostgreSQL
+	// takes no value over 1 GB, and through database/sql an array's literal has
+	// two characters per payload byte.
+	maxArrayBytes = 256 << 20
 )
 
 var insertColumns = []string{"topic", "key", "uuid", "metadata", "payload"}
@@ -34,6 +35,8 @@ type insertText struct {
 	table pgx.Identifier
 	one   string
 	many  string
+	// due is for calls with messages that may have to wait.
+	due string
 }
 
 func newInsertText(schemaName string) insertText {
@@ -46,6 +49,21 @@ func newInsertText(schemaName string) insertText {
 		many: schema.Text(schemaName, `INSERT INTO outbox.messages (topic, key, uuid, metadata, payload)
 			SELECT $1::text, m.key, m.uuid, m.metadata::json, m.payload
 			FROM unnest($2::text[], $3::text[], $4::text[], $5::bytea[]) AS m (key, uuid, metadata, payload)`),
+		// One statement for both tables, because a call without a transaction is
+		// all or nothing, too. Which of them a message goes to is asked once for
+		// each, of the server's clock: by a client's that runs ahead it would be
+		// early, and asked twice it might go to both or to neither.
+		due: schema.Text(schemaName, `WITH call AS MATERIALIZED (
+				SELECT m.n, m.key, m.uuid, m.metadata::json AS metadata, m.payload, m.due_at::timestamptz AS due_at,
+				       coalesce(m.due_at::timestamptz > clock_timestamp(), false) AS waits
+				FROM unnest($2::text[], $3::text[], $4::text[], $5::bytea[], $6::text[])
+					WITH ORDINALITY AS m (key, uuid, metadata, payload, due_at, n)
+			), waiting AS (
+				INSERT INTO outbox.deferred (due_at, topic, key, uuid, metadata, payload)
+				SELECT c.due_at, $1::text, c.key, c.uuid, c.metadata, c.payload FROM call c WHERE c.waits ORDER BY c.n
+			)
+			INSERT INTO outbox.messages (topic, key, uuid, metadata, payload)
+			SELECT $1::text, c.key, c.uuid, c.metadata, c.payload FROM call c WHERE NOT c.waits ORDER BY c.n`),
 	}
 }
 
@@ -58,12 +76,17 @@ func (t insertText) insert(ctx context.Context, db executor, topic string, recor
 }
 
 func (t insertText) insertPgx(ctx context.Context, db pgxExecutor, topic string, records []record) error {
-	if len(records) == 1 {
+	scheduled := anyDue(records)
+	if len(records) == 1 && !scheduled {
 		r := records[0]
 		_, err := db.Exec(ctx, t.one, topic, r.key, r.uuid, r.metadata, r.payload)
 		return err
 	}
-	if len(records) >= copyFrom || totalBytes(records) >= copyFromBytes {
+	if scheduled {
+		if err := checkArrayBytes(records); err != nil {
+			return err
+		}
+	} else if len(records) >= copyFrom || totalBytes(records) >= copyFromBytes {
 		n, err := db.CopyFrom(ctx, t.table, insertColumns, pgx.CopyFromSlice(len(records), func(i int) ([]any, error) {
 			r := records[i]
 			return []any{topic, r.key, r.uuid, r.metadata, r.payload}, nil
@@ -77,15 +100,21 @@ func (t insertText) insertPgx(ctx context.Context, db pgxExecutor, topic string,
 	uuids := make([]string, len(records))
 	metadata := make([]string, len(records))
 	payloads := make([][]byte, len(records))
+	dues := make([]*string, len(records))
 	for i, r := range records {
-		keys[i], uuids[i], metadata[i], payloads[i] = r.key, r.uuid, r.metadata, r.payload
+		keys[i], uuids[i], metadata[i], payloads[i], dues[i] = r.key, r.uuid, r.metadata, r.payload, r.due
+	}
+	if scheduled {
+		_, err := db.Exec(ctx, t.due, topic, keys, uuids, metadata, payloads, dues)
+		return err
 	}
 	_, err := db.Exec(ctx, t.many, topic, keys, uuids, metadata, payloads)
 	return err
 }
 
 func (t insertText) insertStd(ctx context.Context, db stdExecutor, topic string, records []record) error {
-	if len(records) == 1 {
+	scheduled := anyDue(records)
+	if len(records) == 1 && !scheduled {
 		r := records[0]
 		var payload any // a nil []byte is not NULL to every driver
 		if r.payload != nil {
@@ -94,19 +123,37 @@ func (t insertText) insertStd(ctx context.Context, db stdExecutor, topic string,
 		_, err := db.ExecContext(ctx, t.one, topic, r.key, r.uuid, r.metadata, payload)
 		return err
 	}
-	if n := totalBytes(records); n > maxStdCallBytes {
-		return fmt.Errorf("%w: %d, the limit through database/sql is %d", ErrCallTooLarge, n, maxStdCallBytes)
+	if err := checkArrayBytes(records); err != nil {
+		return err
 	}
 	// Array literals, because drivers agree on no array type.
-	var keys, uuids, metadata, payloads arrayLiteral
+	var keys, uuids, metadata, payloads, dues arrayLiteral
 	for _, r := range records {
 		keys.appendText(r.key)
 		uuids.appendText(&r.uuid)
 		metadata.appendText(&r.metadata)
 		payloads.appendBytes(r.payload)
+		dues.appendText(r.due)
+	}
+	if scheduled {
+		_, err := db.ExecContext(ctx, t.due, topic, keys.String(), uuids.String(), metadata.String(), payloads.String(), dues.String())
+		return err
 	}
 	_, err := db.ExecContext(ctx, t.many, topic, keys.String(), uuids.String(), metadata.String(), payloads.String())
 	return err
+}
+
+// anyDue reports whether a message may have to wait.
+func anyDue(records []record) bool {
+	return slices.ContainsFunc(records, func(r record) bool { return r.due != nil })
+}
+
+// checkArrayBytes refuses what arrays cannot carry. One message always fits.
+func checkArrayBytes(records []record) error {
+	if n := totalBytes(records); n > maxArrayBytes && len(records) > 1 {
+		return fmt.Errorf("%w: %d, the limit of a call through database/sql, or with scheduled messages, is %d", ErrCallTooLarge, n, maxArrayBytes)
+	}
+	return nil
 }
 
 func totalBytes(records []record) int {

@@ -99,7 +99,8 @@ type Publisher struct {
 	// base is used when the context carries no transaction; its handle is nil
 	// if NewPublisher got none.
 	base executor
-	now  func() time.Time
+	// delays reads what delay.WithContext put into a context.
+	delays message.Publisher
 
 	// mu guards closed, and the step from it to running: Publish is counted
 	// before Close waits, or refused. It is not held for longer, since calls
@@ -131,7 +132,11 @@ func NewPublisher(db any, config PublisherConfig, logger watermill.LoggerAdapter
 	if logger == nil {
 		logger = watermill.NopLogger{}
 	}
-	p := &Publisher{config: config, logger: logger, text: newInsertText(config.Schema), now: time.Now}
+	delays, err := newDelayReader()
+	if err != nil {
+		return nil, fmt.Errorf("outbox: new publisher: %w", err)
+	}
+	p := &Publisher{config: config, logger: logger, text: newInsertText(config.Schema), delays: delays}
 	if db == nil {
 		if !config.RequireTx {
 			return nil, fmt.Errorf("%w: it is nil, which is allowed only with RequireTx", ErrUnsupportedExecutor)
@@ -208,6 +213,23 @@ func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) 
 // before the answer came (then it is unknown, and publishing again may store
 // the messages twice; UUIDs need not be unique).
 //
+// A message is scheduled by Watermill's delay component, that is by
+// delay.Message, or by delay.WithContext on the message's context, which a CQRS
+// bus passes on: it waits in a table of its own, where the same call and the
+// same transaction put it, and is delivered when its time has come by the
+// database's clock, never sooner. That time is the metadata value
+// _watermill_delayed_until, in RFC 3339 with any offset; Watermill writes whole
+// seconds, so its delays end up to a second early, and fractions down to the
+// microsecond count as well. A time that is past by that clock is no delay, and
+// neither is _watermill_delayed_for on its own. One that cannot be read, of
+// either, is refused. Both stay in the metadata that subscribers get.
+//
+// A scheduled message takes its place in the order when it is due, not when it
+// was published: what is published with the same ordering key meanwhile goes
+// first, and nothing waits for it. Those due together come in the order of their
+// due times. It takes a Consumer with a subscription, in any process, to have
+// them delivered.
+//
 // Messages are not changed, and not kept after the call. Without messages it
 // does nothing.
 func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
@@ -222,8 +244,15 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 		return err
 	}
 	records := make([]record, len(messages))
+	var delayed message.Metadata // what the message's context asks for
 	for i, msg := range messages {
-		r, err := p.record(topic, i, msg)
+		if msg != nil && (i == 0 || !equal(msg.Context(), messages[i-1].Context())) {
+			var err error
+			if delayed, err = contextDelay(msg.Context(), p.delays); err != nil {
+				return err
+			}
+		}
+		r, err := p.record(topic, i, msg, delayed)
 		if err != nil {
 			return err
 		}

@@ -3,10 +3,8 @@ package outbox
 import (
 	"fmt"
 	"strings"
-	"time"
 	"unicode/utf8"
 
-	"github.com/ThreeDotsLabs/watermill/components/delay"
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/millrace/watermill-outbox/internal/metadata"
@@ -54,11 +52,15 @@ type record struct {
 	uuid     string
 	metadata string // JSON
 	payload  []byte // nil: NULL
+	// due is when it is to be delivered, by a clock that only the database
+	// has; nil: at once.
+	due *string
 }
 
 // record checks a message and takes over what is stored of it. The payload is
-// shared with the message, which must not change before Publish returns.
-func (p *Publisher) record(topic string, index int, msg *message.Message) (record, error) {
+// shared with the message, which must not change before Publish returns. delayed
+// is the metadata that the message's context asks for.
+func (p *Publisher) record(topic string, index int, msg *message.Message, delayed message.Metadata) (record, error) {
 	if msg == nil {
 		return record{}, &MessageError{Topic: topic, Index: index, Field: "message", Problem: "is nil"}
 	}
@@ -71,8 +73,9 @@ func (p *Publisher) record(topic string, index int, msg *message.Message) (recor
 	if len(msg.Payload) > p.config.MaxPayloadBytes {
 		return fail("payload", fmt.Sprintf("has %d bytes, the limit is %d (PublisherConfig.MaxPayloadBytes)", len(msg.Payload), p.config.MaxPayloadBytes), nil)
 	}
+	all := withDelay(msg.Metadata, delayed)
 	size := 2
-	for name, value := range msg.Metadata {
+	for name, value := range all {
 		size += len(name) + len(value)
 		if problem := textProblem(name, MaxMetadataBytes); problem != "" {
 			return fail("metadata", fmt.Sprintf("key %.100q %s", name, problem), nil)
@@ -84,18 +87,13 @@ func (p *Publisher) record(topic string, index int, msg *message.Message) (recor
 	if size > MaxMetadataBytes {
 		return fail("metadata", fmt.Sprintf("has %d bytes, the limit is %d", size, MaxMetadataBytes), nil)
 	}
-	if until := msg.Metadata.Get(delay.DelayedUntilKey); until != "" {
-		due, err := time.Parse(time.RFC3339, until)
-		if err != nil {
-			return fail("metadata", fmt.Sprintf("value of %q is not a time in RFC 3339: %.100q", delay.DelayedUntilKey, until), nil)
-		}
-		if due.After(p.now()) {
-			return fail("message", "is to be delivered at "+until, ErrScheduled)
-		}
+	due, problem, err := dueAt(all)
+	if err != nil {
+		return fail("metadata", problem, err)
 	}
-	r := record{uuid: msg.UUID, metadata: "{}", payload: msg.Payload}
-	if len(msg.Metadata) > 0 {
-		r.metadata = string(metadata.Append(make([]byte, 0, size+8*len(msg.Metadata)), msg.Metadata))
+	r := record{uuid: msg.UUID, metadata: "{}", payload: msg.Payload, due: due}
+	if len(all) > 0 {
+		r.metadata = string(metadata.Append(make([]byte, 0, size+8*len(all)), all))
 	}
 	if key := p.config.OrderingKey(topic, msg); key != "" {
 		if problem := textProblem(key, MaxOrderingKeyBytes); problem != "" {

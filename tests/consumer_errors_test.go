@@ -146,6 +146,16 @@ func TestNewConsumerChecksItsRole(t *testing.T) {
 		require.ErrorContains(t, err, "schema.Grants")
 		f.grant(schema.Roles{Consumer: role})
 	}
+	for _, privilege := range []string{"UPDATE", "DELETE"} {
+		f.exec("REVOKE " + privilege + " ON outbox.deferred FROM " + quoteIdentifier(role))
+		_, err := subscribe()
+		require.ErrorContains(t, err, privilege+" on deferred")
+		f.grant(schema.Roles{Consumer: role})
+	}
+	f.exec("REVOKE INSERT (target_group, attempt) ON outbox.messages FROM " + quoteIdentifier(role))
+	_, err = subscribe()
+	require.ErrorContains(t, err, "INSERT on messages (target_group, attempt)")
+	f.grant(schema.Roles{Consumer: role})
 	f.exec("REVOKE USAGE ON SCHEMA outbox FROM " + quoteIdentifier(role))
 	_, err = subscribe()
 	require.ErrorContains(t, err, "USAGE")

@@ -31,25 +31,23 @@ func TestPublishRefusesInputBeforeAnySQL(t *testing.T) {
 	for name, test := range map[string]struct {
 		msg   *message.Message
 		field string
-		is    error
 	}{
-		"nil":                        {nil, "message", nil},
-		"uuid with NUL":              {message.NewMessage("a\x00b", nil), "uuid", nil},
-		"uuid not UTF-8":             {message.NewMessage(badUTF8, nil), "uuid", nil},
-		"uuid too long":              {message.NewMessage(long, nil), "uuid", nil},
-		"metadata key with NUL":      {withMetadata("1", nil, message.Metadata{"a\x00": "b"}), "metadata", nil},
-		"metadata value with NUL":    {withMetadata("1", nil, message.Metadata{"a": "\x00"}), "metadata", nil},
-		"metadata key not UTF-8":     {withMetadata("1", nil, message.Metadata{badUTF8: "b"}), "metadata", nil},
-		"metadata value not UTF-8":   {withMetadata("1", nil, message.Metadata{"a": badUTF8}), "metadata", nil},
-		"metadata with a half rune":  {withMetadata("1", nil, message.Metadata{"a": "é"[:1]}), "metadata", nil},
-		"metadata with a surrogate":  {withMetadata("1", nil, message.Metadata{"a": "\xed\xa0\x80"}), "metadata", nil},
-		"metadata too large":         {withMetadata("1", nil, message.Metadata{"a": strings.Repeat("x", 1<<20)}), "metadata", nil},
-		"metadata too large in sum":  {withMetadata("1", nil, message.Metadata{"a": strings.Repeat("x", 600<<10), "b": strings.Repeat("x", 600<<10)}), "metadata", nil},
-		"ordering key too long":      {withMetadata("1", nil, key(long)), "ordering key", nil},
-		"payload too large":          {message.NewMessage("1", make([]byte, 1001)), "payload", nil},
-		"to be delivered later":      {withMetadata("1", nil, message.Metadata{delay.DelayedUntilKey: "2999-01-01T00:00:00Z"}), "message", outbox.ErrScheduled},
-		"to be delivered some time":  {withMetadata("1", nil, message.Metadata{delay.DelayedUntilKey: "tomorrow"}), "metadata", nil},
-		"to be delivered in an hour": {delayed(delay.For(time.Hour)), "message", outbox.ErrScheduled},
+		"nil":                       {nil, "message"},
+		"uuid with NUL":             {message.NewMessage("a\x00b", nil), "uuid"},
+		"uuid not UTF-8":            {message.NewMessage(badUTF8, nil), "uuid"},
+		"uuid too long":             {message.NewMessage(long, nil), "uuid"},
+		"metadata key with NUL":     {withMetadata("1", nil, message.Metadata{"a\x00": "b"}), "metadata"},
+		"metadata value with NUL":   {withMetadata("1", nil, message.Metadata{"a": "\x00"}), "metadata"},
+		"metadata key not UTF-8":    {withMetadata("1", nil, message.Metadata{badUTF8: "b"}), "metadata"},
+		"metadata value not UTF-8":  {withMetadata("1", nil, message.Metadata{"a": badUTF8}), "metadata"},
+		"metadata with a half rune": {withMetadata("1", nil, message.Metadata{"a": "é"[:1]}), "metadata"},
+		"metadata with a surrogate": {withMetadata("1", nil, message.Metadata{"a": "\xed\xa0\x80"}), "metadata"},
+		"metadata too large":        {withMetadata("1", nil, message.Metadata{"a": strings.Repeat("x", 1<<20)}), "metadata"},
+		"metadata too large in sum": {withMetadata("1", nil, message.Metadata{"a": strings.Repeat("x", 600<<10), "b": strings.Repeat("x", 600<<10)}), "metadata"},
+		"ordering key too long":     {withMetadata("1", nil, key(long)), "ordering key"},
+		"payload too large":         {message.NewMessage("1", make([]byte, 1001)), "payload"},
+		"to be delivered some time": {withMetadata("1", nil, message.Metadata{delay.DelayedUntilKey: "tomorrow"}), "metadata"},
+		"delayed for some time":     {withMetadata("1", nil, message.Metadata{delay.DelayedForKey: "a while"}), "metadata"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			topic := "refused: " + name
@@ -73,9 +71,6 @@ func TestPublishRefusesInputBeforeAnySQL(t *testing.T) {
 				require.Equal(t, before, counter.n.Load())
 
 				require.ErrorIs(t, err, outbox.ErrInvalidMessage)
-				if test.is != nil {
-					require.ErrorIs(t, err, test.is)
-				}
 				var invalid *outbox.MessageError
 				require.ErrorAs(t, err, &invalid)
 				require.Equal(t, topic, invalid.Topic)
