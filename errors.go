@@ -54,6 +54,16 @@ var (
 	// database handle of an unknown type. The error names the type.
 	ErrUnsupportedExecutor = errors.New("outbox: unsupported database handle")
 
+	// ErrDeadLetterNotFound is returned by DeadLetters for an id that no dead
+	// letter has: it was requeued or discarded, or never was one. Its Log says
+	// which.
+	ErrDeadLetterNotFound = errors.New("outbox: there is no such dead letter")
+
+	// ErrMessageNotFound is returned by DeadLetters.Bury when the topic has no
+	// such message, or none that the consumer group is to get: it is meant for
+	// another group, retention removed it, or the group does not exist.
+	ErrMessageNotFound = errors.New("outbox: there is no such message")
+
 	// ErrInvalidMessage is matched by every *MessageError.
 	ErrInvalidMessage = errors.New("outbox: invalid message")
 
