@@ -47,6 +47,9 @@ var scenarios = []scenario{
 	{"growth", "time of a page when 100,000 and when 5,000,000 delivered rows are stored", false, growthScenario},
 	{"latency", "time from the publishing commit to the handler at 500 messages a second", true, latencyScenario},
 	{"live", "messages received per second while they are published, against a bare reader of the WAL", false, liveScenario},
+	{"bykey", "messages handled per second by slow handlers, keys in parallel", false, byKeyScenario},
+	{"unordered", "the same without an order", false, unorderedScenario},
+	{"poison", "what other keys still do while one message is always nacked", false, poisonScenario},
 	{"idle", "statements and CPU of an idle process with 1 and with 50 topics", false, idleScenario},
 }
 

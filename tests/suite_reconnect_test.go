@@ -13,6 +13,7 @@ import (
 	wmtests "github.com/ThreeDotsLabs/watermill/pubsub/tests"
 	"github.com/stretchr/testify/assert"
 
+	outbox "github.com/millrace/watermill-outbox"
 	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
@@ -21,14 +22,14 @@ import (
 // it cannot run under the race detector; TestReconnect does the same without.
 func TestWatermillSuiteReconnect(t *testing.T) {
 	f, server := newOwnFixture(t, pgtest.Options{})
-	s := newSuite(t, f, testMode)
+	s := newSuite(t, f, testMode, outbox.OrderingStrict)
 	restarts := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
 		assert.NoError(t, server.Restart(context.Background(), pgtest.Fast))
 	}))
 	t.Cleanup(restarts.Close)
 	t.Setenv(childRestart, restarts.URL)
 
-	features := suiteFeatures(false)
+	features := suiteFeatures(false, outbox.OrderingStrict)
 	features.RestartServiceCommand = []string{os.Args[0]}
 	wmtests.TestReconnect(t, wmtests.TestContext{TestID: wmtests.NewTestID(), Features: features}, s.sharedGroup)
 }

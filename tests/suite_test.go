@@ -16,11 +16,11 @@ import (
 )
 
 // suiteFeatures is what the outbox promises to Watermill.
-func suiteFeatures(exactlyOnce bool) wmtests.Features {
+func suiteFeatures(exactlyOnce bool, ordering outbox.Ordering) wmtests.Features {
 	return wmtests.Features{
 		ConsumerGroups:      true,
 		ExactlyOnceDelivery: exactlyOnce, // without failures; also skips two tests about closing
-		GuaranteedOrder:     true,
+		GuaranteedOrder:     ordering != outbox.OrderingUnordered,
 		Persistent:          true,
 	}
 }
@@ -29,21 +29,27 @@ func suiteFeatures(exactlyOnce bool) wmtests.Features {
 type suite struct {
 	*fixture
 	consumer *outbox.Consumer
+	ordering outbox.Ordering
 }
 
-func newSuite(t *testing.T, f *fixture, mode outbox.Mode) *suite {
-	return &suite{fixture: f, consumer: f.consumer(func(config *outbox.ConsumerConfig) {
+func newSuite(t *testing.T, f *fixture, mode outbox.Mode, ordering outbox.Ordering) *suite {
+	return &suite{fixture: f, ordering: ordering, consumer: f.consumer(func(config *outbox.ConsumerConfig) {
 		config.Mode = mode
 	})}
 }
 
 func (s *suite) pair(t *testing.T, group string) (message.Publisher, message.Subscriber) {
 	// Called from goroutines of the suite, so nothing may FailNow here.
-	publisher, err := outbox.NewPublisher(s.pool, outbox.PublisherConfig{Schema: oddSchema}, testLogger(t))
+	publisher, err := outbox.NewPublisher(s.pool, outbox.PublisherConfig{
+		Schema: oddSchema,
+		// The suite's order is that of a topic, which by key takes one key.
+		OrderingKey: func(string, *message.Message) string { return "the only key" },
+	}, testLogger(t))
 	assert.NoError(t, err)
 	subscriber, err := outbox.NewSubscriber(s.consumer, outbox.SubscriberConfig{
 		ConsumerGroup: group,
 		PageSize:      50,
+		Ordering:      s.ordering,
 		// ContinueAfterErrors nacks one message 300 times.
 		Retry:        outbox.RetryConfig{MinBackoff: 5 * time.Millisecond, MaxBackoff: 20 * time.Millisecond},
 		CloseTimeout: time.Second,
@@ -63,22 +69,30 @@ func (s *suite) ownGroup(t *testing.T) (message.Publisher, message.Subscriber) {
 // modes are all modes of a Consumer.
 var modes = []outbox.Mode{outbox.ModePoll, outbox.ModeAuto, outbox.ModeWAL}
 
-// TestWatermillSuite runs Watermill's own tests in every mode, on a server of
-// its own: on a shared one the stream would wait for other tests' transactions.
+// orderings are all orderings of a Subscriber.
+var orderings = []outbox.Ordering{outbox.OrderingStrict, outbox.OrderingByKey, outbox.OrderingUnordered}
+
+// TestWatermillSuite runs Watermill's own tests in every mode and ordering, on a
+// server of its own: on a shared one the stream would wait for other tests' transactions.
 func TestWatermillSuite(t *testing.T) {
 	for _, mode := range modes {
 		t.Run(string(mode), func(t *testing.T) {
 			f, _ := newOwnFixture(t, pgtest.Options{Settings: map[string]string{"max_connections": "300"}})
 			for name, exactlyOnce := range map[string]bool{"at least once": false, "exactly once": true} {
-				t.Run(name, func(t *testing.T) {
-					s := newSuite(t, f, mode)
-					s.awaitSource(t, mode)
-					wmtests.TestPubSub(t, suiteFeatures(exactlyOnce), s.sharedGroup, s.pair)
-				})
+				for _, ordering := range orderings {
+					if exactlyOnce && ordering == outbox.OrderingByKey {
+						continue // the same as strict, where all have one key
+					}
+					t.Run(name+" "+string(ordering), func(t *testing.T) {
+						s := newSuite(t, f, mode, ordering)
+						s.awaitSource(t, mode)
+						wmtests.TestPubSub(t, suiteFeatures(exactlyOnce, ordering), s.sharedGroup, s.pair)
+					})
+				}
 			}
 			t.Run("old messages", func(t *testing.T) {
-				s := newSuite(t, f, mode)
-				features := suiteFeatures(false)
+				s := newSuite(t, f, mode, outbox.OrderingStrict)
+				features := suiteFeatures(false, outbox.OrderingStrict)
 				features.NewSubscriberReceivesOldMessages = true
 				wmtests.TestNewSubscriberReceivesOldMessages(t, wmtests.TestContext{TestID: wmtests.NewTestID(), Features: features}, s.ownGroup)
 			})
