@@ -343,7 +343,8 @@ func (d *DeadLetters) Bury(ctx context.Context, group, topic string, era, id int
 
 // Log returns a page of the audit trail, by ascending id: what became of dead
 // letters, and at whose hand. To go through all, ask for the page after the last
-// id until one is empty; what is recent is found with From.
+// id until one is empty; what is recent is found with From. An entry whose
+// transaction commits late may have a lower id than some that were seen before.
 func (d *DeadLetters) Log(ctx context.Context, filter DeadLetterEventFilter, page DeadLetterPage) ([]DeadLetterEvent, error) {
 	where, err := filter.conditions()
 	if err == nil {
