@@ -24,6 +24,11 @@ const (
 	MaxPageSize = 100_000
 	// DefaultPageBytes is how many bytes of messages a page holds at most.
 	DefaultPageBytes = 8 << 20
+	// DefaultShards is into how many shards a topic is divided for a group.
+	DefaultShards = 1
+	// MaxShards bounds the number of shards.
+	MaxShards = 256
+
 	// MaxPageBytes bounds PageBytes.
 	MaxPageBytes = 1 << 30
 
@@ -74,9 +79,19 @@ type SubscriberConfig struct {
 	// StartFrom is where a new group begins. Defaults to StartEarliest.
 	StartFrom StartPosition
 
+	// Shards is into how many parts a topic is divided for a new group, by its
+	// ordering keys (by the message where there is none). Each has one message
+	// in flight, and the Subscribers of the group, in all processes, share them
+	// evenly, so it bounds how many of them can work at the same time; each costs
+	// a cursor, and a statement whenever the topic has news. It has no effect on a
+	// group that has subscribed to the topic before, or that others begin with
+	// another number: see Consumer.Reshard. At most MaxShards. Defaults to
+	// DefaultShards.
+	Shards int
+
 	// PageSize is how many messages are read at once, at most MaxPageSize.
 	// Larger pages drain a backlog faster and hold more in memory: two pages
-	// per topic. Defaults to DefaultPageSize.
+	// per shard. Defaults to DefaultPageSize.
 	PageSize int
 
 	// PageBytes bounds a page by the size of its messages, so that large ones
@@ -98,6 +113,7 @@ type SubscriberConfig struct {
 func (c SubscriberConfig) withDefaults() SubscriberConfig {
 	c.ConsumerGroup = cmp.Or(c.ConsumerGroup, DefaultConsumerGroup)
 	c.StartFrom = cmp.Or(c.StartFrom, StartEarliest)
+	c.Shards = cmp.Or(c.Shards, DefaultShards)
 	c.PageSize = cmp.Or(c.PageSize, DefaultPageSize)
 	c.PageBytes = cmp.Or(c.PageBytes, DefaultPageBytes)
 	c.Retry.MinBackoff = cmp.Or(c.Retry.MinBackoff, DefaultMinBackoff)
@@ -113,6 +129,8 @@ func (c SubscriberConfig) validate() error {
 	switch {
 	case c.StartFrom != StartEarliest && c.StartFrom != StartLatest:
 		return fmt.Errorf("outbox: SubscriberConfig.StartFrom must be %q or %q, is %q", StartEarliest, StartLatest, c.StartFrom)
+	case c.Shards < 1 || c.Shards > MaxShards:
+		return fmt.Errorf("outbox: SubscriberConfig.Shards must be between 1 and %d, is %d", MaxShards, c.Shards)
 	case c.PageSize < 1 || c.PageSize > MaxPageSize:
 		return fmt.Errorf("outbox: SubscriberConfig.PageSize must be between 1 and %d, is %d", MaxPageSize, c.PageSize)
 	case c.PageBytes < 1 || c.PageBytes > MaxPageBytes:
@@ -134,6 +152,9 @@ func (c SubscriberConfig) validate() error {
 // follows its Ack. Of several Subscribers of a group, in this and other
 // processes, one at a time has a topic; another takes over when it closes, or
 // when its process has been out of touch for the lease (ConsumerConfig.Lease).
+// With SubscriberConfig.Shards that is so for each shard, and the Subscribers
+// share them evenly: when one comes, others hand shards over, each after its
+// message in flight.
 //
 // It survives restarts of the database by itself and never closes a channel for
 // a passing error.
@@ -197,8 +218,14 @@ func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
-	if err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.StartFrom == StartLatest); err != nil {
+	shards, err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.Shards, s.config.StartFrom == StartLatest)
+	if err != nil {
 		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
+	}
+	if shards > 0 && shards != s.config.Shards && s.config.Shards > 1 {
+		s.logger.Info("The group has another number of shards already, which stands; Consumer.Reshard changes it", watermill.LogFields{
+			"topic": topic, "shards": shards, "configured": s.config.Shards,
+		})
 	}
 	return nil
 }
@@ -220,8 +247,8 @@ func (s *Subscriber) requireWAL(ctx context.Context, topic string) error {
 	return nil
 }
 
-func (s *Subscriber) key(topic string) cursor.Key {
-	return cursor.Key{Group: s.config.ConsumerGroup, Topic: topic}
+func (s *Subscriber) key(topic string) cursor.Topic {
+	return cursor.Topic{Group: s.config.ConsumerGroup, Topic: topic}
 }
 
 // Subscribe returns the channel on which the topic's messages come. The group's
@@ -254,7 +281,7 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 		base:   context.WithoutCancel(ctx),
 		logger: s.logger.With(watermill.LogFields{"topic": topic}),
 	}
-	sub.status.now = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
+	sub.status.idle = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
 	s.consumer.opened(sub)
 	stop, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.stopping, func() { cancel(ErrSubscriberClosed) })
