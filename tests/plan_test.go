@@ -56,7 +56,7 @@ var hotQueries = []hotQuery{
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprintf("array[%d, %d]", v.era, v.era), fmt.Sprintf("array[%d, %d]", v.floor, v.top)}
 	}},
 	{"internal/watch/queries/watch.sql", byXid, nil, func(v planValues) []string {
-		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p)}
+		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"}
 	}},
 	{"internal/window/queries/past.sql", byEra, nil, func(v planValues) []string {
 		return []string{
@@ -209,7 +209,7 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 		return rows
 	}
 	last := fmt.Sprint(v.top)
-	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c)))
+	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c), "array['group']", "array['topic 1']"))
 	require.Zero(t, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", quote(v.c), last, "1000", "1000000", "0", "8"))
 	require.Zero(t, touched("internal/window/queries/late_xids.sql", "'topic 1'", quote(v.c), quote(v.c), last))
 	// A partition gives one row more than it is asked for, at most.
@@ -217,7 +217,7 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 	require.InDelta(t, page, touched("internal/window/queries/main.sql",
 		"'topic 1'", "'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c), "0", "1"), slack)
 	require.InDelta(t, page, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1"), slack)
-	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p)), float64(slack),
+	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"), float64(slack),
 		"one row says that there is news")
 }
 

@@ -26,8 +26,8 @@
 // that, and gives back what it has beyond it when others lack some. Holdings
 // then differ by one at most. Members count while their beat changes. While a
 // process lacks a shard it looks every Claim; otherwise, where there is more than
-// one shard, every tenth of Duration, or when it is told that there is a free one
-// (Stir).
+// one shard, every tenth of Duration, a second at most, or when it is told that
+// there is a free one (Stir).
 //
 // # Changing the number of shards
 //
@@ -76,6 +76,8 @@ type Config struct {
 	IdleCheckpoint time.Duration
 	// Timeout bounds one statement.
 	Timeout time.Duration
+	// Told says that Stir is called within about Claim of a cursor's release.
+	Told bool
 	// Failed is told of each failed statement but the beat's, and of a beat
 	// that found another server than the leases are of: connections may lead
 	// to the wrong one.
@@ -200,6 +202,22 @@ func (l *Lease) Report(source func() (state window.State, version, urgent uint64
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.source = source
+}
+
+// maxPatience is how long a look at shards that others have is good for, at most.
+const maxPatience = time.Second
+
+// Shared returns the topics of which the process would take a free cursor, and
+// which it does not look at every Claim.
+func (m *Manager) Shared() (groups, topics []string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for topic, sh := range m.shares {
+		if !sh.settled && !sh.waiting {
+			groups, topics = append(groups, topic.Group), append(topics, topic.Topic)
+		}
+	}
+	return groups, topics
 }
 
 // Stir says that there may be a free cursor of a topic with several shards.
@@ -473,6 +491,12 @@ func (m *Manager) bury(ctx context.Context, dead map[string]int64) error {
 	}
 	m.buried = dead
 	return nil
+}
+
+// LookAt says that something has changed about a topic.
+func (m *Manager) LookAt(topic cursor.Topic) {
+	m.stale(topic)
+	m.nudge()
 }
 
 // stale asks for another look at a topic.

@@ -245,10 +245,10 @@ func (m *Manager) patience(sh *share) time.Duration {
 		return 0
 	case sh.settled:
 		return 1 << 62
-	case sh.overdue:
+	case sh.overdue || (!m.config.Told && len(sh.members) > 1):
 		return m.config.Claim
 	}
-	return max(m.config.Duration/10, m.config.Claim)
+	return max(min(m.config.Duration/10, maxPatience), m.config.Claim)
 }
 
 // deadAfter is for how long a beat must not have changed. A holder has stopped by
