@@ -254,6 +254,8 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	c.background, c.stop = context.WithCancel(context.Background())
 	c.watcher = watch.New(pool, watch.Config{
 		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+		Shared: func() (groups, topics []string) { return c.leases.Shared() },
+		Free:   func() { c.leases.Stir() },
 	})
 	c.promoter = promote.New(pool, promote.Config{
 		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
@@ -261,7 +263,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
-		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+		Timeout: config.QueryTimeout, Told: config.PollInterval <= claimInterval, Failed: c.failed, Logger: logger,
 	})
 	if config.Mode != ModePoll {
 		c.barrier = &reservedConn{config: poolConfig, limit: barrierConnect}

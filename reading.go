@@ -37,6 +37,8 @@ var (
 type reading struct {
 	*subscription
 	held   *lease.Lease
+	status *shardStatus
+	logger watermill.LoggerAdapter
 	out    chan<- window.Page
 	reader window.Reader
 	// interest is nil when only the table is read.
@@ -56,16 +58,17 @@ type reading struct {
 }
 
 // read tries for as long as it may.
-func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<- window.Page) {
+func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<- window.Page, status *shardStatus, logger watermill.LoggerAdapter) {
 	r := &reading{
-		subscription: s, held: held, out: pages,
+		subscription: s, held: held, status: status, logger: logger, out: pages,
 		reader: window.Reader{
 			Queries: s.consumer.queries, Topic: s.key.Topic, Group: s.key.Group,
 			Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
+			Shard:  held.Key.Shard - held.Base, Shards: held.Shards, Until: held.Until,
 		},
 		pos: held.Start.Position, holes: held.Start.Holes,
 	}
-	if s.consumer.live != nil {
+	if s.consumer.live != nil && held.Until == nil {
 		r.interest = s.consumer.live.Want(s.key.Topic)
 		defer r.interest.Close()
 	}
@@ -102,7 +105,7 @@ func (r *reading) fromTable(ctx context.Context) *live.Buffer {
 			changed = r.streamChanged()
 			r.pages = 0
 			if r.caughtUp && r.mayAttach() {
-				buffer = r.interest.Attach(r.key.Group)
+				buffer = r.interest.Attach(r.key.Group, live.Shard{Shard: r.reader.Shard, Shards: r.reader.Shards})
 			}
 		}
 		page, rest, err := r.page(ctx, limit)
@@ -147,6 +150,10 @@ func (r *reading) fromTable(ctx context.Context) *live.Buffer {
 			continue
 		}
 		r.caughtUp = r.pages <= smallWindow
+		if r.reader.Until != nil && r.reader.Until.Reached(r.pos) {
+			<-ctx.Done() // the lease is recalled when all of it is acked
+			return nil
+		}
 		switch {
 		case buffer != nil:
 			return buffer

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/millrace/watermill-outbox/internal/delivery"
+	"github.com/millrace/watermill-outbox/internal/lease"
 	"github.com/millrace/watermill-outbox/internal/live"
 	"github.com/millrace/watermill-outbox/replication"
 )
@@ -47,10 +48,14 @@ type Status struct {
 type SubscriptionStatus struct {
 	Topic         string
 	ConsumerGroup string
-	// Holding says that this process has the topic for the group. Otherwise
-	// another Subscriber has it, here or elsewhere, and this one stands by.
+	// Holding says that this subscription has the topic for the group, or shards
+	// of it. Otherwise others have it, here or elsewhere, and this one stands by.
 	Holding bool
-	// Source is where its messages are found now, Since when.
+	// Shards are those it has, by number. There is one of a topic that is not
+	// divided.
+	Shards []ShardStatus
+	// Source is where its messages are found now, Since when: SourceTable unless
+	// all its shards are read from the WAL.
 	Source Source
 	Since  time.Time
 	// Reason says why it left the WAL the last time, "" if it never was there
@@ -83,6 +88,22 @@ type RetryingMessage struct {
 	// Since is when it failed first in this process, Next when it is due.
 	Since time.Time
 	Next  time.Time
+}
+
+// ShardStatus says how a subscription stands with a shard that it has.
+type ShardStatus struct {
+	// Shard is its number, as in the table of cursors; Base is that of the first
+	// one of the topic, and Shards how many there are. With each change of their
+	// number (Consumer.Reshard) the numbers begin behind those that were.
+	Shard, Base, Shards int
+	// Ending says that the number of shards was changed: this one is read to
+	// where the new ones begin, which wait for it.
+	Ending bool
+	// Source, Since, Reason and Err are as in SubscriptionStatus.
+	Source Source
+	Since  time.Time
+	Reason string
+	Err    error
 }
 
 // Ready returns nil when every subscription could read the last time it tried,
@@ -129,53 +150,102 @@ func (c *Consumer) Status() Status {
 // subscriptionStatus is a SubscriptionStatus that changes. Safe for concurrent
 // use.
 type subscriptionStatus struct {
-	mu     sync.Mutex
-	now    SubscriptionStatus
-	engine *delivery.Engine // nil while it holds nothing
+	mu sync.Mutex
+	// idle is what it is without a shard.
+	idle   SubscriptionStatus
+	shards []*shardStatus
+}
+
+// shardStatus is a ShardStatus that changes. Safe for concurrent use.
+type shardStatus struct {
+	of *subscriptionStatus
+	// now and engine, nil while it delivers nothing, are guarded by of.mu.
+	now    ShardStatus
+	engine *delivery.Engine
 }
 
 func (s *subscriptionStatus) get() SubscriptionStatus {
 	s.mu.Lock()
-	now, engine := s.now, s.engine
-	s.mu.Unlock()
-	if engine == nil {
-		return now
+	defer s.mu.Unlock()
+	status := s.idle
+	if len(s.shards) == 0 {
+		return status
 	}
-	list, n := engine.Retrying(MaxRetrying)
-	now.RetryingCount = n
-	for _, r := range list {
-		now.Retrying = append(now.Retrying, RetryingMessage{
-			ID: r.Row.ID, Era: r.Row.Era, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
-			Attempts: r.Attempts, Err: r.Err, Since: r.Since, Next: r.Next,
-		})
+	status.Holding, status.Source, status.Since, status.Reason, status.Err = true, SourceWAL, time.Time{}, "", nil
+	var errs []error
+	for _, shard := range s.shards {
+		now := shard.now
+		status.Shards = append(status.Shards, now)
+		if now.Source == SourceTable {
+			status.Source = SourceTable
+		}
+		status.Reason = cmp.Or(status.Reason, now.Reason)
+		if now.Since.After(status.Since) {
+			status.Since = now.Since
+		}
+		if now.Err != nil {
+			errs = append(errs, now.Err)
+		}
+		if shard.engine != nil {
+			list, n := shard.engine.Retrying(MaxRetrying)
+			status.RetryingCount += n
+			for _, r := range list {
+				status.Retrying = append(status.Retrying, RetryingMessage{
+					ID: r.Row.ID, Era: r.Row.Era, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
+					Attempts: r.Attempts, Err: r.Err, Since: r.Since, Next: r.Next,
+				})
+			}
+		}
 	}
-	return now
+	status.Err = errors.Join(errs...)
+	slices.SortFunc(status.Retrying, func(a, b RetryingMessage) int { return a.Since.Compare(b.Since) })
+	status.Retrying = status.Retrying[:min(len(status.Retrying), MaxRetrying)]
+	slices.SortFunc(status.Shards, func(a, b ShardStatus) int { return cmp.Compare(a.Shard, b.Shard) })
+	return status
+}
+
+// hold notes that a shard was taken.
+func (s *subscriptionStatus) hold(held *lease.Lease) *shardStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	shard := &shardStatus{of: s, now: ShardStatus{
+		Shard: held.Key.Shard, Base: held.Base, Shards: held.Shards, Ending: held.Until != nil, Source: SourceTable, Since: time.Now(),
+	}}
+	if len(s.shards) == 0 {
+		// What is told of a topic goes on from one lease to the next.
+		shard.now.Since, shard.now.Reason = s.idle.Since, s.idle.Reason
+	}
+	s.shards = append(s.shards, shard)
+	return shard
+}
+
+// release notes that a shard is no longer had.
+func (s *subscriptionStatus) release(shard *shardStatus) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.shards = slices.DeleteFunc(s.shards, func(other *shardStatus) bool { return other == shard })
+	if len(s.shards) == 0 {
+		s.idle.Source, s.idle.Since, s.idle.Reason = shard.now.Source, shard.now.Since, shard.now.Reason
+	}
 }
 
 // delivers notes the engine at work, nil for none.
-func (s *subscriptionStatus) delivers(engine *delivery.Engine) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *shardStatus) delivers(engine *delivery.Engine) {
+	s.of.mu.Lock()
+	defer s.of.mu.Unlock()
 	s.engine = engine
 }
 
-func (s *subscriptionStatus) hold(holding bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.now.Holding = holding
-	s.now.Err = nil
-}
-
 // read notes how an attempt to read has ended.
-func (s *subscriptionStatus) read(err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *shardStatus) read(err error) {
+	s.of.mu.Lock()
+	defer s.of.mu.Unlock()
 	s.now.Err = err
 }
 
 // source notes where messages are found from now on.
-func (s *subscriptionStatus) source(source Source, reason string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *shardStatus) source(source Source, reason string) {
+	s.of.mu.Lock()
+	defer s.of.mu.Unlock()
 	s.now.Source, s.now.Reason, s.now.Since = source, reason, time.Now()
 }

@@ -23,6 +23,11 @@ const (
 	MaxPageSize = 100_000
 	// DefaultPageBytes is how many bytes of messages a page holds at most.
 	DefaultPageBytes = 8 << 20
+	// DefaultShards is into how many shards a topic is divided for a group.
+	DefaultShards = 1
+	// MaxShards bounds the number of shards.
+	MaxShards = 256
+
 	// MaxPageBytes bounds PageBytes.
 	MaxPageBytes = 1 << 30
 
@@ -54,9 +59,18 @@ type SubscriberConfig struct {
 	// StartFrom is where a new group begins. Defaults to StartEarliest.
 	StartFrom StartPosition
 
+	// Shards is into how many parts a topic is divided for a new group, by its
+	// ordering keys (by the message where there is none). The Subscribers of the group, in all processes, share them
+	// evenly, so it bounds how many of them can work at the same time; each costs
+	// a cursor, and a statement whenever the topic has news. It has no effect on a
+	// group that has subscribed to the topic before, or that others begin with
+	// another number: see Consumer.Reshard. At most MaxShards. Defaults to
+	// DefaultShards.
+	Shards int
+
 	// PageSize is how many messages are read at once, at most MaxPageSize.
 	// Larger pages drain a backlog faster and hold more in memory: two pages
-	// per topic, beside what is taken in for delivery. Defaults to
+	// per shard, beside what is taken in for delivery. Defaults to
 	// DefaultPageSize.
 	PageSize int
 
@@ -103,6 +117,7 @@ type SubscriberConfig struct {
 func (c SubscriberConfig) withDefaults() SubscriberConfig {
 	c.ConsumerGroup = cmp.Or(c.ConsumerGroup, DefaultConsumerGroup)
 	c.StartFrom = cmp.Or(c.StartFrom, StartEarliest)
+	c.Shards = cmp.Or(c.Shards, DefaultShards)
 	c.PageSize = cmp.Or(c.PageSize, DefaultPageSize)
 	c.PageBytes = cmp.Or(c.PageBytes, DefaultPageBytes)
 	c.Ordering = cmp.Or(c.Ordering, OrderingStrict)
@@ -122,6 +137,8 @@ func (c SubscriberConfig) validate() error {
 	switch {
 	case c.StartFrom != StartEarliest && c.StartFrom != StartLatest:
 		return fmt.Errorf("outbox: SubscriberConfig.StartFrom must be %q or %q, is %q", StartEarliest, StartLatest, c.StartFrom)
+	case c.Shards < 1 || c.Shards > MaxShards:
+		return fmt.Errorf("outbox: SubscriberConfig.Shards must be between 1 and %d, is %d", MaxShards, c.Shards)
 	case c.PageSize < 1 || c.PageSize > MaxPageSize:
 		return fmt.Errorf("outbox: SubscriberConfig.PageSize must be between 1 and %d, is %d", MaxPageSize, c.PageSize)
 	case c.PageBytes < 1 || c.PageBytes > MaxPageBytes:
@@ -142,6 +159,9 @@ func (c SubscriberConfig) validate() error {
 // default one, and the next follows its Ack. Of several Subscribers of a group, in this and other
 // processes, one at a time has a topic; another takes over when it closes, or
 // when its process has been out of touch for the lease (ConsumerConfig.Lease).
+// With SubscriberConfig.Shards that is so for each shard, and the Subscribers
+// share them evenly: when one comes, others hand shards over, each after its
+// message in flight.
 //
 // It survives restarts of the database by itself and never closes a channel for
 // a passing error.
@@ -205,8 +225,14 @@ func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
-	if err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.StartFrom == StartLatest); err != nil {
+	shards, err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.Shards, s.config.StartFrom == StartLatest)
+	if err != nil {
 		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
+	}
+	if shards > 0 && shards != s.config.Shards && s.config.Shards > 1 {
+		s.logger.Info("The group has another number of shards already, which stands; Consumer.Reshard changes it", watermill.LogFields{
+			"topic": topic, "shards": shards, "configured": s.config.Shards,
+		})
 	}
 	return nil
 }
@@ -228,8 +254,8 @@ func (s *Subscriber) requireWAL(ctx context.Context, topic string) error {
 	return nil
 }
 
-func (s *Subscriber) key(topic string) cursor.Key {
-	return cursor.Key{Group: s.config.ConsumerGroup, Topic: topic}
+func (s *Subscriber) key(topic string) cursor.Topic {
+	return cursor.Topic{Group: s.config.ConsumerGroup, Topic: topic}
 }
 
 // Subscribe returns the channel on which the topic's messages come. The group's
@@ -262,7 +288,10 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 		base:   context.WithoutCancel(ctx),
 		logger: s.logger.With(watermill.LogFields{"topic": topic}),
 	}
-	sub.status.now = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
+	if s.config.Ordering != OrderingStrict {
+		sub.slots = make(chan struct{}, s.config.MaxInFlight)
+	}
+	sub.status.idle = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
 	s.consumer.opened(sub)
 	stop, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.stopping, func() { cancel(ErrSubscriberClosed) })

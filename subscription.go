@@ -18,12 +18,12 @@ import (
 	"github.com/millrace/watermill-outbox/internal/window"
 )
 
-// subscription is one channel of a Subscriber: it takes the lease, delivers
-// while it lasts, and takes it again.
+// subscription is one channel of a Subscriber: it takes the leases of its share
+// of the shards, and delivers from each while it lasts.
 type subscription struct {
 	consumer *Consumer
 	config   SubscriberConfig
-	key      cursor.Key
+	key      cursor.Topic
 	out      chan<- *message.Message
 	base     context.Context //nolint:containedctx // handed on to messages
 	logger   watermill.LoggerAdapter
@@ -34,32 +34,61 @@ type subscription struct {
 
 // run returns when stop has ended and nothing is in flight any more.
 func (s *subscription) run(stop context.Context) {
+	seat, err := s.consumer.leases.Join(s.key)
+	if err != nil {
+		return // the Consumer is closed
+	}
+	var holding sync.WaitGroup
+	defer holding.Wait()
+	// Before the leases are released: others see whom to share them with.
+	defer seat.Leave()
 	for stop.Err() == nil {
-		held, err := s.consumer.leases.Acquire(stop, s.key)
+		held, err := seat.Acquire(stop)
 		if err != nil {
 			return // stop has ended
 		}
-		s.logger.Debug("Topic taken", nil)
-		s.status.hold(true)
-		s.deliver(stop, held)
-		s.status.hold(false)
-		cause := context.Cause(held.Context())
-		if errors.Is(cause, lease.ErrLost) {
-			s.logger.Info("Topic lost: "+cause.Error(), nil)
-		}
-		ctx, cancel := context.WithTimeout(context.Background(), min(s.consumer.config.QueryTimeout, releaseTimeout))
-		if err := held.Release(ctx); err != nil {
-			s.logger.Error("Cannot store the last position; some messages may be delivered again", err, nil)
-		}
-		cancel()
-		if errors.Is(cause, lease.ErrLost) {
-			s.recreate(stop, held)
-		}
+		holding.Go(func() { s.hold(stop, held) })
 	}
 }
 
-// recreate makes the cursor again if a life of the server ended that had it and
-// the next one has not: its creation is among what was lost in a failover to a
+// hold delivers from one shard until its lease ends or is recalled, or stop ends.
+func (s *subscription) hold(stop context.Context, held *lease.Lease) {
+	logger := s.logger
+	if held.Shards > 1 {
+		logger = logger.With(watermill.LogFields{"shard": held.Key.Shard})
+	}
+	logger.Debug("Topic taken", nil)
+	status := s.status.hold(held)
+	ending, end := context.WithCancelCause(stop)
+	defer end(context.Canceled)
+	go func() {
+		select {
+		case <-held.Recalled():
+			end(errRecalled)
+		case <-ending.Done():
+		}
+	}()
+	s.deliver(ending, held, status, logger)
+	s.status.release(status)
+	cause := context.Cause(held.Context())
+	if errors.Is(cause, lease.ErrLost) {
+		logger.Info("Topic lost: "+cause.Error(), nil)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), min(s.consumer.config.QueryTimeout, releaseTimeout))
+	if err := held.Release(ctx); err != nil {
+		logger.Error("Cannot store the last position; some messages may be delivered again", err, nil)
+	}
+	cancel()
+	if errors.Is(cause, lease.ErrLost) {
+		s.recreate(stop, held)
+	}
+}
+
+// errRecalled ends the delivery from a shard that others should have.
+var errRecalled = errors.New("the shard goes to another subscription")
+
+// recreate makes the cursors again if a life of the server ended that had it and
+// the next one has not: their creation is among what was lost in a failover to a
 // standby that lagged. In the same life it was removed by somebody, and stays
 // so. A group that started at the latest begins at the earliest then: where it
 // was is unknown, and to begin later could lose messages.
@@ -85,11 +114,12 @@ func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) err
 	if err != nil || now.Life == held.Life {
 		return err
 	}
-	return s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, false)
+	_, err = s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, held.Shards, false)
+	return err
 }
 
 // deliver reads and hands out until the lease or stop ends.
-func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
+func (s *subscription) deliver(stop context.Context, held *lease.Lease, status *shardStatus, logger watermill.LoggerAdapter) {
 	bounded := s.config.Retry.MaxAttempts > 0
 	tracker := delivery.NewTracker(held.Start, bounded, bounded && held.Unclean)
 	held.Report(tracker)
@@ -102,7 +132,7 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { s.read(reading, held, pages) })
+	wg.Go(func() { s.read(reading, held, pages, status, logger) })
 
 	engine := delivery.Engine{
 		Policy: s.config.policy(), Out: s.out, Base: s.base, Stop: stop, Slots: s.slots,
@@ -110,10 +140,10 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease) {
 			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
 		},
 		Reason: func(ctx context.Context) error { return errorNoteFrom(ctx).get() },
-		Valid:  held.Valid, Store: verdicts{held, tracker}, Died: s.died, Logger: s.logger,
+		Valid:  held.Valid, Store: verdicts{held, tracker}, Died: s.died, Logger: logger,
 	}
-	s.status.delivers(&engine)
-	defer s.status.delivers(nil)
+	status.delivers(&engine)
+	defer status.delivers(nil)
 	engine.Run(held.Context(), tracker, pages)
 }
 

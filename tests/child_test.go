@@ -5,6 +5,7 @@ import (
 	"context"
 	"os"
 	"os/exec"
+	"strconv"
 	"testing"
 	"time"
 
@@ -20,6 +21,8 @@ const (
 	childURL   = "OUTBOX_TEST_CHILD_URL"
 	childTopic = "OUTBOX_TEST_CHILD_TOPIC"
 	childLease = "OUTBOX_TEST_CHILD_LEASE"
+	// childShards is the number of shards; then each line begins with the time.
+	childShards = "OUTBOX_TEST_CHILD_SHARDS"
 
 	// childRestart is the address of a test that restarts its server when asked.
 	childRestart = "OUTBOX_TEST_CHILD_RESTART"
@@ -47,7 +50,8 @@ func consumeAsChild() error {
 	if err != nil {
 		return err
 	}
-	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{PageSize: 7}, nil)
+	shards, _ := strconv.Atoi(os.Getenv(childShards))
+	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{PageSize: 7, Shards: shards}, nil)
 	if err != nil {
 		return err
 	}
@@ -61,7 +65,11 @@ func consumeAsChild() error {
 		return err
 	}
 	for msg := range messages {
-		if _, err := os.Stdout.Write(append(msg.Payload, '\n')); err != nil {
+		line := append(msg.Payload, '\n')
+		if shards > 0 {
+			line = append([]byte(strconv.FormatInt(time.Now().UnixNano(), 10)+" "), line...)
+		}
+		if _, err := os.Stdout.Write(line); err != nil {
 			return err
 		}
 		msg.Ack()
@@ -77,10 +85,11 @@ type child struct {
 	lines   chan string // closed at its end
 }
 
-func (f *fixture) startChild(t *testing.T, topic string, lease time.Duration) *child {
+func (f *fixture) startChild(t *testing.T, topic string, lease time.Duration, environment ...string) *child {
 	t.Helper()
 	command := exec.Command(os.Args[0]) //nolint:noctx // killed by the test
 	command.Env = append(os.Environ(), childURL+"="+f.url, childTopic+"="+topic, childLease+"="+lease.String())
+	command.Env = append(command.Env, environment...)
 	command.Stderr = os.Stderr
 	stdin, err := command.StdinPipe()
 	require.NoError(t, err)

@@ -9,6 +9,13 @@ import (
 	"github.com/millrace/watermill-outbox/internal/cursor"
 )
 
+// ensure makes the cursor of a topic that is not divided.
+func (f *fixture) ensure(t testing.TB, store *cursor.Store, key cursor.Key) {
+	t.Helper()
+	_, err := store.Ensure(t.Context(), f.pool, key.Of(), 1, false)
+	require.NoError(t, err)
+}
+
 const badCursor = "Cannot use a stored position"
 
 // A cursor's row that was edited, or copied from another server, cannot be a

@@ -154,13 +154,15 @@ func TestLeaseEndsBeforeOthersMayTakeIt(t *testing.T) {
 		Timeout: waitFor, Failed: func(error) {}, Logger: watermill.NopLogger{},
 	})
 	key := cursor.Key{Group: "group", Topic: "topic"}
-	require.NoError(t, store.Ensure(t.Context(), f.pool, key, false))
+	f.ensure(t, store, key)
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() { manager.Run(ctx) })
 	defer wg.Wait()
 	defer cancel()
-	held, err := manager.Acquire(ctx, key)
+	seat, err := manager.Join(key.Of())
+	require.NoError(t, err)
+	held, err := seat.Acquire(ctx)
 	require.NoError(t, err)
 	require.True(t, held.Valid())
 	beat.stuck.Store(true)
@@ -197,7 +199,7 @@ func TestClaimDoesNotTakeFromAProcessThatJustBegan(t *testing.T) {
 	}
 
 	store := cursor.NewStore(oddSchema, "beginner")
-	require.NoError(t, store.Ensure(t.Context(), f.pool, cursor.Key{Group: "group", Topic: "topic"}, false))
+	f.ensure(t, store, cursor.Key{Group: "group", Topic: "topic"})
 	tx, err := f.pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, err = tx.Exec(t.Context(), "SELECT pg_advisory_xact_lock(42)")

@@ -85,7 +85,7 @@ func newLiveReader(t *testing.T, f *fixture, topic string, seed uint64) *liveRea
 		reader: window.Reader{Queries: window.NewQueries(oddSchema), Topic: topic, Group: "group"},
 	}
 	require.NoError(t, r.store.MarkLife(t.Context(), f.pool))
-	require.NoError(t, r.store.Ensure(t.Context(), f.pool, r.key, false))
+	f.ensure(t, r.store, r.key)
 	r.claim()
 	config := f.pool.Config()
 	config.MaxConns = 1
@@ -121,7 +121,7 @@ func (r *liveReader) run(stop <-chan struct{}) {
 			return
 		default:
 		}
-		buffer := interest.Attach("group")
+		buffer := interest.Attach("group", live.Shard{})
 		if !r.window(buffer) {
 			buffer = nil
 		}

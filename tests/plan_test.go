@@ -31,6 +31,7 @@ type planValues struct {
 	floor, top int64
 	xids       string // transactions, as an array
 	era        int64
+	shards     int
 }
 
 const (
@@ -40,13 +41,13 @@ const (
 
 var hotQueries = []hotQuery{
 	{"internal/window/queries/open.sql", byEra, map[string]string{"CTE late_xid": byXid, "CTE late": byXid}, func(v planValues) []string {
-		return []string{"'topic 1'", "'group'", quote(v.p), fmt.Sprint(v.floor), "1000", "1000000"}
+		return []string{"'topic 1'", "'group'", quote(v.p), fmt.Sprint(v.floor), "1000", "1000000", "0", fmt.Sprint(v.shards)}
 	}},
 	{"internal/window/queries/main.sql", byEra, nil, func(v planValues) []string {
-		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprint(v.floor), fmt.Sprint(v.top), quote(v.p), quote(v.c)}
+		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprint(v.floor), fmt.Sprint(v.top), quote(v.p), quote(v.c), "0", fmt.Sprint(v.shards)}
 	}},
 	{"internal/window/queries/late.sql", byXid, nil, func(v planValues) []string {
-		return []string{"'topic 1'", "'group'", "1000", "1000000", "0", fmt.Sprint(v.floor), v.xids}
+		return []string{"'topic 1'", "'group'", "1000", "1000000", "0", fmt.Sprint(v.floor), v.xids, "0", fmt.Sprint(v.shards)}
 	}},
 	{"internal/window/queries/late_xids.sql", byXid, nil, func(v planValues) []string {
 		return []string{"'topic 1'", quote(v.p), quote(v.c), fmt.Sprint(v.floor)}
@@ -55,12 +56,13 @@ var hotQueries = []hotQuery{
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprintf("array[%d, %d]", v.era, v.era), fmt.Sprintf("array[%d, %d]", v.floor, v.top)}
 	}},
 	{"internal/watch/queries/watch.sql", byXid, nil, func(v planValues) []string {
-		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p)}
+		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"}
 	}},
 	{"internal/window/queries/past.sql", byEra, nil, func(v planValues) []string {
 		return []string{
 			"'topic 1'", "'group'", "1000", "1000000", "(-9223372036854775808)::bigint", "0",
 			fmt.Sprintf("array[%d]", v.era-1), "array['3:3:']", "array['1:1:']", "array[0]", "3000",
+			"0", fmt.Sprint(v.shards), "NULL", "'1:1:'",
 		}
 	}},
 }
@@ -144,8 +146,13 @@ func TestPlansWithDefaultSettings(t *testing.T) {
 // any.
 func (f *fixture) explainAll(t *testing.T, settings map[string]string, values planValues, check func(*testing.T, hotQuery, plan)) {
 	for _, q := range hotQueries {
-		for _, mode := range []string{"force_generic_plan", "force_custom_plan"} {
+		for _, mode := range []string{"force_generic_plan", "force_custom_plan", "force_custom_plan of 8 shards"} {
 			t.Run(filepath.Base(q.file)+" "+mode, func(t *testing.T) {
+				values := values
+				values.shards = 1
+				if before, ok := strings.CutSuffix(mode, " of 8 shards"); ok {
+					mode, values.shards = before, 8
+				}
 				conn := f.connect(t)
 				for name, value := range settings {
 					_, err := conn.Exec(t.Context(), "SELECT set_config($1, $2, false)", name, value)
@@ -202,15 +209,15 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 		return rows
 	}
 	last := fmt.Sprint(v.top)
-	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c)))
-	require.Zero(t, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", quote(v.c), last, "1000", "1000000"))
+	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c), "array['group']", "array['topic 1']"))
+	require.Zero(t, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", quote(v.c), last, "1000", "1000000", "0", "8"))
 	require.Zero(t, touched("internal/window/queries/late_xids.sql", "'topic 1'", quote(v.c), quote(v.c), last))
 	// A partition gives one row more than it is asked for, at most.
 	const page, slack = 100, 30
 	require.InDelta(t, page, touched("internal/window/queries/main.sql",
-		"'topic 1'", "'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c)), slack)
-	require.InDelta(t, page, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000"), slack)
-	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p)), float64(slack),
+		"'topic 1'", "'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c), "0", "1"), slack)
+	require.InDelta(t, page, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1"), slack)
+	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"), float64(slack),
 		"one row says that there is news")
 }
 

@@ -92,7 +92,7 @@ type modelRun struct {
 
 func (r *modelRun) run() {
 	key := cursor.Key{Group: r.reader.Group, Topic: r.reader.Topic}
-	require.NoError(r.t, r.store.Ensure(r.t.Context(), r.f.pool, key, false))
+	r.f.ensure(r.t, r.store, key)
 	r.restart(key)
 	for range 400 {
 		switch n := r.random.IntN(20); {

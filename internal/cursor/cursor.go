@@ -46,6 +46,9 @@ type Key struct {
 	Shard int
 }
 
+// Of returns whose cursor it is.
+func (k Key) Of() Topic { return Topic{Group: k.Group, Topic: k.Topic} }
+
 // String returns the key for logs and errors.
 func (k Key) String() string {
 	return fmt.Sprintf("group %q, topic %q, shard %d", k.Group, k.Topic, k.Shard)
@@ -60,6 +63,11 @@ type Held struct {
 	Life window.Life
 	// Unclean says that another process held it that has died.
 	Unclean bool
+	// Shards is how many cursors the topic is divided among; they are numbered
+	// from Base on.
+	Shards, Base int
+	// Until, if not nil, is where the cursor ends.
+	Until *window.Until
 	// Err says why the stored position cannot be used; the cursor is held all
 	// the same, so that nobody else trips over it at once.
 	Err error
@@ -90,9 +98,10 @@ type DB interface {
 // Store runs the statements for one schema on behalf of one process. It is safe
 // for concurrent use.
 type Store struct {
-	holder                                                        string
-	ensure, claim, save, beat, beats, leave, boot, sweep, missing string
-	settle, buried                                                string
+	holder                                                  string
+	ensure, claim, save, beat, leave, boot, sweep           string
+	look, join, bury, reshard, exists, lock, change, finish string
+	settle, buried                                          string
 }
 
 // NewStore returns the store of the process that calls itself holder, a name
@@ -107,18 +116,25 @@ func NewStore(schemaName, holder string) *Store {
 	}
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
-		beat: text("beat"), beats: text("beats"), leave: text("leave"), boot: text("boot"),
-		sweep: text("sweep"), missing: text("missing"), settle: text("settle"), buried: text("buried"),
+		beat: text("beat"), leave: text("leave"), boot: text("boot"), sweep: text("sweep"),
+		look: text("look"), join: text("join"), bury: text("bury"), reshard: text("reshard"), exists: text("exists"),
+		lock: text("lock"), change: text("switch"), finish: text("finish"), settle: text("settle"), buried: text("buried"),
 	}
 }
 
-// Ensure makes the cursor unless it exists, at the latest or else the earliest
-// position.
-func (s *Store) Ensure(ctx context.Context, db DB, key Key, latest bool) error {
-	if _, err := db.Exec(ctx, s.ensure, key.Group, key.Topic, key.Shard, latest); err != nil {
-		return fmt.Errorf("create cursor of %s: %w", key, err)
+// Ensure makes a topic's cursors unless it has some, so many, at the latest or
+// else the earliest position. It returns how many there are, or will be when a
+// change is through; 0 if somebody else made them at the same time.
+func (s *Store) Ensure(ctx context.Context, db DB, topic Topic, shards int, latest bool) (int, error) {
+	rows, err := db.Query(ctx, s.ensure, topic.Group, topic.Topic, shards, latest)
+	if err != nil {
+		return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
 	}
-	return nil
+	stored, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+	if err != nil {
+		return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
+	}
+	return stored, nil
 }
 
 // Claim takes those of the wanted cursors that are free, or held by a process
@@ -153,6 +169,8 @@ func (s *Store) MarkLife(ctx context.Context, db DB) error {
 type Holding struct {
 	Life   window.Life
 	Epochs map[Key]int64
+	// Reshard are those of which another number of shards was asked for.
+	Reshard map[Key]bool
 }
 
 // Beat renews the process's row and returns what the process holds.
@@ -161,16 +179,21 @@ func (s *Store) Beat(ctx context.Context, db Querier, host string, pid int) (Hol
 	if err != nil {
 		return Holding{}, fmt.Errorf("renew lease: %w", err)
 	}
-	holding := Holding{Epochs: map[Key]int64{}}
+	holding := Holding{Epochs: map[Key]int64{}, Reshard: map[Key]bool{}}
 	var boot, group, topic *string
 	var shard *int
 	var epoch *int64
-	if _, err := pgx.ForEachRow(rows, []any{&holding.Life.Era, &boot, &group, &topic, &shard, &epoch}, func() error {
+	var reshard *bool
+	if _, err := pgx.ForEachRow(rows, []any{&holding.Life.Era, &boot, &group, &topic, &shard, &epoch, &reshard}, func() error {
 		if boot != nil {
 			holding.Life.Boot = *boot
 		}
 		if group != nil {
-			holding.Epochs[Key{Group: *group, Topic: *topic, Shard: *shard}] = *epoch
+			key := Key{Group: *group, Topic: *topic, Shard: *shard}
+			holding.Epochs[key] = *epoch
+			if *reshard {
+				holding.Reshard[key] = true
+			}
 		}
 		return nil
 	}); err != nil {
@@ -187,39 +210,6 @@ func (s *Store) Sweep(ctx context.Context, db DB, keep []Key) error {
 		return fmt.Errorf("give up cursors: %w", err)
 	}
 	return nil
-}
-
-// Missing returns those of the cursors that do not exist.
-func (s *Store) Missing(ctx context.Context, db Querier, wanted []Key) ([]Key, error) {
-	groups, topics, shards := columns(wanted)
-	rows, err := db.Query(ctx, s.missing, groups, topics, shards)
-	if err != nil {
-		return nil, fmt.Errorf("look for cursors: %w", err)
-	}
-	missing, err := pgx.CollectRows(rows, pgx.RowToStructByPos[Key])
-	if err != nil {
-		return nil, fmt.Errorf("look for cursors: %w", err)
-	}
-	return missing, nil
-}
-
-// Beats returns the beats of the other processes that hold any of the cursors.
-func (s *Store) Beats(ctx context.Context, db DB, wanted []Key) (map[string]int64, error) {
-	groups, topics, shards := columns(wanted)
-	rows, err := db.Query(ctx, s.beats, groups, topics, shards, s.holder)
-	if err != nil {
-		return nil, fmt.Errorf("read beats: %w", err)
-	}
-	beats := make(map[string]int64)
-	var holder string
-	var beat int64
-	if _, err := pgx.ForEachRow(rows, []any{&holder, &beat}, func() error {
-		beats[holder] = beat
-		return nil
-	}); err != nil {
-		return nil, fmt.Errorf("read beats: %w", err)
-	}
-	return beats, nil
 }
 
 // Save stores positions in one statement and returns the keys of those that
@@ -380,10 +370,11 @@ func columns(keys []Key) (groups, topics []string, shards []int) {
 func scanHeld(row pgx.CollectableRow) (Held, error) {
 	var h Held
 	var p, holes, past, ahead, current string
-	var c, boot *string
+	var c, boot, until *string
+	var end window.Until
 	pos := &h.State.Position
 	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past, &ahead,
-		&h.State.Reach, &h.Unclean, &h.Life.Era, &boot, &current)
+		&h.State.Reach, &h.Unclean, &h.Life.Era, &boot, &current, &h.Shards, &h.Base, &until, &end.Top, &end.Era)
 	if err != nil {
 		return Held{}, err
 	}
@@ -394,9 +385,18 @@ func scanHeld(row pgx.CollectableRow) (Held, error) {
 	if err != nil {
 		return Held{}, err
 	}
+	if until != nil {
+		if end.C, err = window.ParseSnapshot(*until); err != nil {
+			return Held{}, err
+		}
+		h.Until = &end
+	}
 	h.Err = decodeState(&h.State, p, c, holes, past, ahead)
 	if h.Err == nil {
 		h.Err = checkFuture(h.State.Position, h.Life, now)
+	}
+	if h.Err == nil && h.Until != nil {
+		h.Err = checkUntil(end, h.Life, now)
 	}
 	if h.Err != nil {
 		h.Err = fmt.Errorf("%w: %s: %w", ErrBadCursor, h.Key, h.Err)

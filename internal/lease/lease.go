@@ -4,15 +4,38 @@
 //
 // What ends a lease, and what it leads to:
 //
-//	released        by its owner, with the last position, in one statement
+//	released        by its owner, with the last position, in one statement; one
+//	                that has come to its end is removed instead
+//	recalled        another process or subscription should have the shard, or the
+//	                number of shards is to be changed: its owner winds up in good
+//	                order and releases
 //	expired         the beat could not be renewed in time, so others may take
 //	                the cursor: nothing more is handed out
 //	taken, removed  a write found another epoch or no row
 //	void            the server began another life, as its owner, the beat or a
 //	                write noticed: the position in memory means nothing
 //
-// All but the first end the lease's context with a cause. The owner stops what
-// it does, releases, which then writes nothing, and asks again.
+// All but the first two end the lease's context with a cause. The owner stops
+// what it does, releases, which then writes nothing, and waits for the next.
+//
+// # Shares
+//
+// A topic has one cursor for each of its shards. Every process says in members
+// how many of its subscriptions want the topic; each decides by itself, from what
+// all can see, how many shards it should have (spread), takes what is free up to
+// that, and gives back what it has beyond it when others lack some. Holdings
+// then differ by one at most. Members count while their beat changes. While a
+// process lacks a shard it looks every Claim; otherwise, where there is more than
+// one shard, every tenth of Duration, a second at most, or when it is told that
+// there is a free one (Stir).
+//
+// # Changing the number of shards
+//
+// Somebody asks for another number, in the cursors. Their holders see it with
+// their beat or look, and release. When no living process holds one, whoever
+// looks first makes the change, in one transaction: the old cursors end at its
+// snapshot, the new ones begin there. The old ones are taken as before, read up
+// to that snapshot and removed; then the new ones can be taken.
 package lease
 
 import (
@@ -53,6 +76,8 @@ type Config struct {
 	IdleCheckpoint time.Duration
 	// Timeout bounds one statement.
 	Timeout time.Duration
+	// Told says that Stir is called within about Claim of a cursor's release.
+	Told bool
 	// Failed is told of each failed statement but the beat's, and of a beat
 	// that found another server than the leases are of: connections may lead
 	// to the wrong one.
@@ -70,14 +95,19 @@ func (c Config) margin() time.Duration { return c.Duration / 5 }
 type Manager struct {
 	config Config
 	store  *cursor.Store
-	db     cursor.DB
+	db     DB
 	// beatDB is a connection of its own, so that a busy pool costs no lease.
 	beatDB cursor.Querier
 
-	mu      sync.Mutex
-	held    map[cursor.Key]*Lease
-	waiting map[cursor.Key][]*candidate
-	closed  bool
+	mu     sync.Mutex
+	held   map[cursor.Key]*Lease
+	shares map[cursor.Topic]*share
+	closed bool
+	// joined is what the table says of the process's seats, or unknown.
+	joined map[cursor.Topic]int
+	// beats are those of others, and since when they have not changed, on this
+	// process's monotonic clock.
+	beats map[string]sighting
 	// bad says until when a cursor with an unusable row is left alone.
 	bad map[cursor.Key]time.Time
 
@@ -95,29 +125,30 @@ type Manager struct {
 	// nudges asks for positions to be stored before it is time.
 	nudges chan struct{}
 
-	// Of the claiming goroutine: the beats of others, and since when they have
-	// not changed, on this process's monotonic clock.
-	beats           map[string]sighting
-	beatsRead       time.Time
+	// Of the claiming goroutine.
 	missingReported time.Time
+	buried          map[string]int64
+}
+
+// DB is what the manager's statements run on.
+type DB interface {
+	cursor.DB
+	cursor.Beginner
 }
 
 type sighting struct {
 	beat  int64
 	since time.Time
-}
-
-type candidate struct {
-	granted chan *Lease // buffered, one lease at most
+	read  time.Time
 }
 
 // New returns a manager that works through db and renews through beatDB.
-func New(store *cursor.Store, db cursor.DB, beatDB cursor.Querier, config Config) *Manager {
+func New(store *cursor.Store, db DB, beatDB cursor.Querier, config Config) *Manager {
 	return &Manager{
 		config: config, store: store, db: db, beatDB: beatDB,
-		held: map[cursor.Key]*Lease{}, waiting: map[cursor.Key][]*candidate{},
+		held: map[cursor.Key]*Lease{}, shares: map[cursor.Topic]*share{}, joined: map[cursor.Topic]int{},
 		bad: map[cursor.Key]time.Time{}, started: time.Now(),
-		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), beats: map[string]sighting{},
+		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), beats: map[string]sighting{}, buried: map[string]int64{},
 	}
 }
 
@@ -127,15 +158,24 @@ type Lease struct {
 	// Start is the state the cursor had when it was taken, in Life.
 	Start window.State
 	Life  window.Life
+	// Shards is how many cursors the topic is divided among; they are numbered
+	// from Base on.
+	Shards, Base int
+	// Until, if not nil, is where the cursor ends.
+	Until *window.Until
 
 	// Unclean says that the process that held it before has died.
 	Unclean bool
 
 	manager *Manager
+	seat    *Seat
 	epoch   int64
 	granted time.Time
 	ctx     context.Context //nolint:containedctx // is the lease's own end, not a caller's context
 	lose    context.CancelCauseFunc
+	// recalled is closed when isRecalled, which manager.mu guards, becomes true.
+	recalled   chan struct{}
+	isRecalled bool
 
 	// write is held from asking for the state until it is stored, so that no
 	// older state replaces a newer one.
@@ -145,6 +185,19 @@ type Lease struct {
 	source          Source
 	saved, savedUrg uint64
 	savedAt         time.Time
+	// endedAt is when the position was first seen to have come to its end.
+	endedAt time.Time
+}
+
+// Recalled is closed when the lease is to be released in good order.
+func (l *Lease) Recalled() <-chan struct{} { return l.recalled }
+
+// recall asks for the lease back. Called with manager.mu held.
+func (l *Lease) recall() {
+	if !l.isRecalled {
+		l.isRecalled = true
+		close(l.recalled)
+	}
 }
 
 // Source says what is to be stored. Its methods are called from other goroutines.
@@ -166,43 +219,31 @@ func (l *Lease) Report(source Source) {
 	l.source = source
 }
 
-// Acquire waits until the key's cursor is free and takes it. It returns an error
-// only when the context ends or the manager stops.
-func (m *Manager) Acquire(ctx context.Context, key cursor.Key) (*Lease, error) {
-	c := &candidate{granted: make(chan *Lease, 1)}
+// maxPatience is how long a look at shards that others have is good for, at most.
+const maxPatience = time.Second
+
+// Shared returns the topics of which the process would take a free cursor, and
+// which it does not look at every Claim.
+func (m *Manager) Shared() (groups, topics []string) {
 	m.mu.Lock()
-	if m.closed {
-		m.mu.Unlock()
-		return nil, errClosed
-	}
-	m.waiting[key] = append(m.waiting[key], c)
-	m.mu.Unlock()
-	m.nudge()
-	select {
-	case lease := <-c.granted:
-		return lease, nil
-	case <-ctx.Done():
-	}
-	m.mu.Lock()
-	waiting := m.waiting[key]
-	for i := range waiting {
-		if waiting[i] == c {
-			m.waiting[key] = append(waiting[:i:i], waiting[i+1:]...)
-			break
+	defer m.mu.Unlock()
+	for topic, sh := range m.shares {
+		if !sh.settled && !sh.waiting {
+			groups, topics = append(groups, topic.Group), append(topics, topic.Topic)
 		}
 	}
-	if len(m.waiting[key]) == 0 {
-		delete(m.waiting, key)
-	}
-	m.mu.Unlock()
-	select {
-	case lease := <-c.granted: // granted in the meantime
-		return lease, nil
-	default:
-		// It may have been claimed, and waits to be granted.
-		m.dirty.Store(true)
-		m.nudge()
-		return nil, context.Cause(ctx)
+	return groups, topics
+}
+
+// Stir says that there may be a free cursor of a topic with several shards.
+func (m *Manager) Stir() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, sh := range m.shares {
+		if !sh.settled && time.Since(sh.looked) >= m.config.Claim {
+			sh.looked = time.Time{}
+			m.nudge()
+		}
 	}
 }
 
@@ -285,6 +326,8 @@ func (m *Manager) compare(holding cursor.Holding, sent time.Time) {
 			m.config.Failed(err)
 		case !held || epoch != lease.epoch:
 			lease.Lose(fmt.Errorf("%s: another process took the cursor, or it was removed", key))
+		case holding.Reshard[key]:
+			lease.recall()
 		}
 	}
 }
@@ -294,6 +337,9 @@ func (m *Manager) expire() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.lapses.Add(1)
+	for topic := range m.joined {
+		m.joined[topic] = unknown // others may have removed it
+	}
 	for key, lease := range m.held {
 		lease.Lose(fmt.Errorf("%s: this process could not renew its beat for %s", key, m.config.Duration-m.config.margin()))
 	}
@@ -314,11 +360,10 @@ func (m *Manager) claimLoop(ctx context.Context) {
 	timer := time.NewTimer(m.config.Claim)
 	defer timer.Stop()
 	for ctx.Err() == nil {
-		waiting, err := m.Claim(ctx)
+		pause, err := m.Claim(ctx)
 		if err == nil {
 			err = m.sweep(ctx)
 		}
-		pause := time.Duration(0) // until somebody waits
 		switch {
 		case ctx.Err() != nil:
 			return
@@ -329,9 +374,8 @@ func (m *Manager) claimLoop(ctx context.Context) {
 			m.config.Logger.Error("Cannot look for free cursors", err, watermill.LogFields{"failures": failures, "retry_in": pause.String()})
 			backoff.Wait(ctx, pause) // a nudge does not shorten this one
 			continue
-		case waiting:
-			failures, pause = 0, m.config.Claim
 		}
+		failures = 0
 		if pause == 0 {
 			select {
 			case <-m.kick:
@@ -348,48 +392,77 @@ func (m *Manager) claimLoop(ctx context.Context) {
 	}
 }
 
-// Claim is one look for free cursors; it reports whether anybody still waits
-// for one that another process holds.
-func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
+// Claim is one look for what the process should have and has not, or has and
+// should not. It returns when the next one is due, 0 for not before a nudge.
+func (m *Manager) Claim(ctx context.Context) (pause time.Duration, err error) {
 	if m.left() <= 0 {
-		return false, nil // the first beat, or the next good one, nudges
+		return 0, nil // the first beat, or the next good one, nudges
 	}
-	wanted, waiting := m.wanted()
-	if len(wanted) == 0 {
-		return waiting, nil
-	}
-
 	ctx, cancel := context.WithTimeout(ctx, m.config.Timeout)
 	defer cancel()
-	if time.Since(m.beatsRead) >= m.config.Duration/10 {
-		if err := m.readBeats(ctx, wanted); err != nil {
-			return true, err
+	if err := m.join(ctx); err != nil {
+		return 0, err
+	}
+	if err := m.look(ctx); err != nil {
+		return 0, err
+	}
+	m.mu.Lock()
+	dead, lapses := m.dead(), m.lapses.Load()
+	var wanted []cursor.Key
+	var change []cursor.Topic
+	for topic, sh := range m.shares {
+		m.plan(sh, dead)
+		wanted = append(wanted, sh.claims...)
+		if sh.change {
+			change = append(change, topic)
 		}
 	}
-	dead := map[string]int64{}
-	for holder, seen := range m.beats {
-		if time.Since(seen.since) >= m.config.Duration {
-			dead[holder] = seen.beat
+	m.mu.Unlock()
+	for _, topic := range change {
+		made, err := m.store.Switch(ctx, m.db, topic, dead)
+		if err != nil {
+			return 0, err
 		}
+		if made {
+			m.config.Logger.Info("The number of shards was changed; the old ones are read to their end first", watermill.LogFields{
+				"consumer_group": topic.Group, "topic": topic.Topic,
+			})
+		}
+		m.stale(topic)
 	}
-	lapses := m.lapses.Load()
+	if err := m.take(ctx, wanted, dead, lapses); err != nil {
+		return 0, err
+	}
+	if err := m.bury(ctx, dead); err != nil {
+		return 0, err
+	}
+	return m.pause(), nil
+}
+
+// take claims free cursors and grants them.
+func (m *Manager) take(ctx context.Context, wanted []cursor.Key, dead map[string]int64, lapses int64) error {
+	if len(wanted) == 0 {
+		return nil
+	}
 	held, err := m.store.Claim(ctx, m.db, wanted, dead)
 	if err != nil {
 		m.dirty.Store(true) // the answer may be lost, and not the claim
-		return true, err
+		return err
 	}
 	marked := false
+	got := map[cursor.Key]bool{}
 	for _, h := range held {
 		if h.Life.Boot == "" {
 			m.dirty.Store(true)
 			if !marked {
 				if err := m.store.MarkLife(ctx, m.db); err != nil {
-					return true, err
+					return err
 				}
 				marked = true
 			}
 			continue // taken again with the next look, now in a life with a name
 		}
+		got[h.Key] = true
 		if h.Err != nil {
 			m.dirty.Store(true)
 			m.config.Logger.Error("Cannot use a stored position; its topic is not delivered to its group", h.Err, watermill.LogFields{
@@ -402,93 +475,103 @@ func (m *Manager) Claim(ctx context.Context) (waiting bool, err error) {
 		}
 		m.grant(h, lapses)
 	}
+	for _, key := range wanted {
+		if !got[key] {
+			m.stale(key.Of()) // somebody was quicker
+		}
+	}
 	if marked {
 		m.nudge()
 	}
-	_, waiting = m.wanted()
-	return waiting, nil
-}
-
-// wanted returns the cursors to look for now, and whether there are any to look
-// for later.
-func (m *Manager) wanted() (keys []cursor.Key, waiting bool) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	for key := range m.waiting {
-		if m.held[key] != nil {
-			continue // another subscription of this process has it
-		}
-		waiting = true
-		if time.Now().After(m.bad[key]) {
-			keys = append(keys, key)
-		}
-	}
-	return keys, waiting
-}
-
-// readBeats notes which beats changed. The time counts from the answer, which is
-// later than the renewal it shows.
-func (m *Manager) readBeats(ctx context.Context, wanted []cursor.Key) error {
-	beats, err := m.store.Beats(ctx, m.db, wanted)
-	if err != nil {
-		return err
-	}
-	now := time.Now()
-	m.beatsRead = now
-	if err := m.reportMissing(ctx, wanted, now); err != nil {
-		return err
-	}
-	for holder, beat := range beats {
-		if seen, ok := m.beats[holder]; !ok || seen.beat != beat {
-			m.beats[holder] = sighting{beat: beat, since: now}
-		}
-	}
-	for holder := range m.beats {
-		if _, ok := beats[holder]; !ok {
-			delete(m.beats, holder)
-		}
-	}
 	return nil
 }
 
-// reportMissing says which cursors are waited for in vain, once a minute.
-func (m *Manager) reportMissing(ctx context.Context, wanted []cursor.Key, now time.Time) error {
-	if now.Sub(m.missingReported) < time.Minute {
+// bury removes from the members those that are dead.
+func (m *Manager) bury(ctx context.Context, dead map[string]int64) error {
+	news := map[string]int64{}
+	m.mu.Lock()
+	for _, sh := range m.shares {
+		for _, member := range sh.members {
+			if beat, isDead := dead[member.Holder]; isDead && m.buried[member.Holder] != beat {
+				news[member.Holder] = beat
+			}
+		}
+	}
+	m.mu.Unlock()
+	if len(news) == 0 {
 		return nil
 	}
-	missing, err := m.store.Missing(ctx, m.db, wanted)
-	if err != nil {
+	if err := m.store.Bury(ctx, m.db, news); err != nil {
 		return err
 	}
-	for _, key := range missing {
-		m.missingReported = now
-		m.config.Logger.Error("A cursor row is gone; its topic is not delivered to its group until somebody subscribes again",
-			fmt.Errorf("%s has no row in cursors", key), watermill.LogFields{"consumer_group": key.Group, "topic": key.Topic})
-	}
+	m.buried = dead
 	return nil
 }
 
-// grant hands a taken cursor to the one who has waited longest. If nobody does
-// any more, it is given back. If the process's lease ran out since the claim was
+// LookAt says that something has changed about a topic.
+func (m *Manager) LookAt(topic cursor.Topic) {
+	m.stale(topic)
+	m.nudge()
+}
+
+// stale asks for another look at a topic.
+func (m *Manager) stale(topic cursor.Topic) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if sh := m.shares[topic]; sh != nil {
+		sh.looked = time.Time{}
+	}
+}
+
+// pause returns when the next look is due, 0 if none is.
+func (m *Manager) pause() time.Duration {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var pause time.Duration
+	for _, sh := range m.shares {
+		next := m.config.Claim
+		if !sh.waiting && !sh.looked.IsZero() {
+			if sh.settled {
+				continue
+			}
+			next = max(m.patience(sh)-time.Since(sh.looked), time.Millisecond)
+		}
+		if pause == 0 || next < pause {
+			pause = next
+		}
+	}
+	return pause
+}
+
+// grant hands a taken cursor to the subscription that has least, of those to the
+// one that has waited longest. If nobody waits any more, it is given back. If the process's lease ran out since the claim was
 // sent, the answer may be old: others may have the cursor by now.
 func (m *Manager) grant(h cursor.Held, lapses int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	waiting := m.waiting[h.Key]
-	if len(waiting) == 0 || m.closed || m.left() <= 0 || m.lapses.Load() != lapses {
+	sh := m.shares[h.Key.Of()]
+	if sh == nil || m.held[h.Key] != nil || m.closed || m.left() <= 0 || m.lapses.Load() != lapses {
 		m.dirty.Store(true)
 		return
 	}
 	delete(m.bad, h.Key)
-	if len(waiting) == 1 {
-		delete(m.waiting, h.Key)
-	} else {
-		m.waiting[h.Key] = waiting[1:]
+	seat := sh.seats[0]
+	for _, other := range sh.seats[1:] {
+		if n, least := len(other.leases), len(seat.leases); n < least || n == least && other.since.Before(seat.since) {
+			seat = other
+		}
 	}
 	ctx, lose := context.WithCancelCause(context.Background())
-	lease := &Lease{Key: h.Key, Start: h.State, Life: h.Life, Unclean: h.Unclean, manager: m, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, savedAt: time.Now()}
+	lease := &Lease{
+		Key: h.Key, Start: h.State, Life: h.Life, Shards: h.Shards, Base: h.Base, Until: h.Until, Unclean: h.Unclean,
+		manager: m, seat: seat, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, recalled: make(chan struct{}), savedAt: time.Now(),
+	}
 	m.held[h.Key] = lease
-	waiting[0].granted <- lease
+	seat.leases, seat.granted, seat.since = append(seat.leases, lease), append(seat.granted, lease), time.Now()
+	select {
+	case seat.ready <- struct{}{}:
+	default:
+	}
 }
 
 // sweep gives up what the table says the process holds and nobody in it holds or
@@ -504,9 +587,11 @@ func (m *Manager) sweep(ctx context.Context) error {
 	for key := range m.held {
 		keep = append(keep, key)
 	}
-	for key := range m.waiting {
-		if m.held[key] == nil && m.bad[key].IsZero() {
-			keep = append(keep, key)
+	for _, sh := range m.shares {
+		for _, key := range sh.claims {
+			if m.held[key] == nil && m.bad[key].IsZero() {
+				keep = append(keep, key)
+			}
 		}
 	}
 	m.mu.Unlock()
@@ -566,6 +651,11 @@ func (m *Manager) Checkpoint(ctx context.Context) error {
 	for _, lease := range leases {
 		if !lease.write.TryLock() {
 			continue // its state is just being stored
+		}
+		if lease.atEnd(now, m.config.Duration) {
+			m.mu.Lock()
+			lease.recall()
+			m.mu.Unlock()
 		}
 		write, version, urgent, due := lease.pending(now, m.config.IdleCheckpoint)
 		if !due {
@@ -689,6 +779,34 @@ func (l *Lease) gone() error {
 	return fmt.Errorf("%w: %w", ErrLost, err)
 }
 
+// reached reports whether the state is all that the cursor has to give: nothing
+// more can be handed out.
+func (l *Lease) reached(state window.State) bool {
+	return l.Until != nil && state.Position.Era == l.Life.Era && l.Until.Reached(state.Position)
+}
+
+// atEnd reports whether the lease's position has come to its end: with nothing
+// left unacked, or when that has stayed so for a while. What is unacked then goes
+// to other cursors, which must not have to wait for it.
+func (l *Lease) atEnd(now time.Time, patience time.Duration) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.source == nil || l.Until == nil || l.ctx.Err() != nil {
+		return false
+	}
+	state, _, _ := l.source.State()
+	switch {
+	case !l.reached(state):
+		l.endedAt = time.Time{}
+		return false
+	case len(state.Holes) == 0:
+		return true
+	case l.endedAt.IsZero():
+		l.endedAt = now
+	}
+	return now.Sub(l.endedAt) >= patience
+}
+
 // Lose ends the lease's context; nothing is written on its behalf any more. The
 // cursor counts as held by this process until the owner releases it, so that no
 // other subscription of the process begins while the owner winds up.
@@ -714,7 +832,11 @@ func (l *Lease) Release(ctx context.Context) error {
 	write.State = clean(write.State)
 	l.source = nil // a checkpoint that is on its way fits no more: no holder
 	l.mu.Unlock()
-	saved, err := l.manager.saveLast(ctx, write)
+	last := l.manager.save
+	if l.reached(write.State) {
+		last = l.manager.finish
+	}
+	saved, err := l.manager.saveLast(ctx, write, last)
 	if err != nil {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w", l.Key, err)
@@ -736,15 +858,16 @@ func clean(state window.State) window.State {
 	return state
 }
 
-// saveLast stores a last position, which nobody will try again to store: a
+// saveLast stores a last position, or removes a cursor that has come to its end,
+// which nobody will try again: a
 // connection that has died meanwhile must not cost it. A write whose answer was
 // lost counts when it did release the cursor.
-func (m *Manager) saveLast(ctx context.Context, write cursor.Write) (bool, error) {
+func (m *Manager) saveLast(ctx context.Context, write cursor.Write, last func(context.Context, cursor.Write) (bool, error)) (bool, error) {
 	retry := backoff.Policy{Min: 10 * time.Millisecond, Max: time.Second}
 	for try := 1; ; try++ {
-		saved, err := m.store.Save(ctx, m.db, []cursor.Write{write})
+		saved, err := last(ctx, write)
 		if err == nil {
-			return saved[write.Key] || try > 1, nil
+			return saved || try > 1, nil
 		}
 		m.config.Failed(err)
 		if !backoff.Wait(ctx, retry.Delay(try)) {
@@ -753,11 +876,27 @@ func (m *Manager) saveLast(ctx context.Context, write cursor.Write) (bool, error
 	}
 }
 
+func (m *Manager) save(ctx context.Context, write cursor.Write) (bool, error) {
+	saved, err := m.store.Save(ctx, m.db, []cursor.Write{write})
+	return saved[write.Key], err
+}
+
+func (m *Manager) finish(ctx context.Context, write cursor.Write) (bool, error) {
+	return m.store.Finish(ctx, m.db, write)
+}
+
 // forget makes the cursor free for other subscriptions of the process.
 func (m *Manager) forget(l *Lease) {
 	l.lose(context.Canceled)
 	m.mu.Lock()
 	delete(m.held, l.Key)
+	if i := slices.Index(l.seat.leases, l); i >= 0 {
+		l.seat.leases = slices.Delete(l.seat.leases, i, i+1)
+	}
+	l.seat.since = time.Now()
+	if sh := m.shares[l.Key.Of()]; sh != nil {
+		sh.looked = time.Time{}
+	}
 	m.mu.Unlock()
 	m.nudge()
 }

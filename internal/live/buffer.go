@@ -28,6 +28,7 @@ type Buffer struct {
 	session *session
 	topic   *topic
 	group   string
+	shard   Shard
 
 	// ready gets something when there is something to take, or none will come.
 	ready chan struct{}
@@ -48,6 +49,12 @@ type Buffer struct {
 	marked uint64
 	last   time.Time
 	closed error
+}
+
+// Shard says which of so many shards of a topic a buffer gets the rows of. The
+// zero value is all of them.
+type Shard struct {
+	Shard, Shards int
 }
 
 // mark is a sample between the rows.
@@ -156,7 +163,7 @@ func (b *Buffer) add(rows []bufferedRow) {
 	}
 	n := b.put
 	for i := range rows {
-		if rows[i].group != "" && rows[i].group != b.group {
+		if (rows[i].group != "" && rows[i].group != b.group) || !rows[i].in(b.shard) {
 			continue
 		}
 		b.rows = append(b.rows, rows[i].row)

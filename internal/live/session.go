@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/millrace/watermill-outbox/internal/backoff"
+	"github.com/millrace/watermill-outbox/internal/shard"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/replication"
 )
@@ -129,6 +130,20 @@ type bufferedRow struct {
 	topic *topic
 	group string
 	row   window.Row
+	// hash says which shard the row belongs to, once it was asked for.
+	hash   int64
+	hashed bool
+}
+
+// in reports whether the row belongs to the shard. Called with session.mu held.
+func (r *bufferedRow) in(of Shard) bool {
+	if of.Shards <= 1 {
+		return true
+	}
+	if !r.hashed {
+		r.hash, r.hashed = shard.Hash(r.row.Key, r.row.ID), true
+	}
+	return int(r.hash%int64(of.Shards)) == of.Shard
 }
 
 // empty reports that there is nothing to hand over.
@@ -302,14 +317,14 @@ func (s *session) detachAll(why error) {
 
 // attach registers a buffer for a topic's reader, or returns nil while the
 // stream is not there for it.
-func (s *session) attach(name, group string) *Buffer {
+func (s *session) attach(name, group string, of Shard) *Buffer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.attachable(name)
 	if t == nil {
 		return nil
 	}
-	b := &Buffer{session: s, topic: t, group: group, ready: make(chan struct{}, 1), gone: make(chan struct{})}
+	b := &Buffer{session: s, topic: t, group: group, shard: of, ready: make(chan struct{}, 1), gone: make(chan struct{})}
 	t.buffers = append(t.buffers, b)
 	return b
 }

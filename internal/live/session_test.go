@@ -250,7 +250,7 @@ func (r *rig) step() {
 // attach returns the buffer of a reader that had nothing from the table.
 func (r *rig) attach(topic, group string) *Buffer {
 	r.t.Helper()
-	buffer := r.session.attach(topic, group)
+	buffer := r.session.attach(topic, group, Shard{})
 	require.NotNil(r.t, buffer)
 	return buffer
 }
@@ -626,7 +626,7 @@ func TestClosedBufferGivesItsBytesBack(t *testing.T) {
 		require.True(t, r.session.lagging)
 		requireDropped(r, stuck, errLagging)
 		requireDropped(r, quick, errLagging)
-		require.Nil(t, r.session.attach("quick", "group"), "the stream lags")
+		require.Nil(t, r.session.attach("quick", "group", Shard{}), "the stream lags")
 
 		r.session.samples = nil
 		r.session.watchLag(now)
@@ -774,7 +774,7 @@ func TestLagEndsWhenTheStreamKeepsUp(t *testing.T) {
 		r.session.samples = step.samples
 		r.session.watchLag(now.Add(step.after))
 		require.Equal(t, step.lagging, r.session.lagging, "%s", step.after)
-		require.Equal(t, step.lagging, r.session.attach("topic", "group") == nil)
+		require.Equal(t, step.lagging, r.session.attach("topic", "group", Shard{}) == nil)
 	}
 }
 
@@ -861,7 +861,7 @@ func TestTopicsAreReadyWhenOlderTransactionsHaveEnded(t *testing.T) {
 	changed := r.source.Changed()
 	settle("599:700:599")
 	require.False(t, first.Ready())
-	require.Nil(t, first.Attach("group"))
+	require.Nil(t, first.Attach("group", Shard{}))
 	settle("600:700:600")
 	require.True(t, first.Ready())
 	<-changed
@@ -891,7 +891,7 @@ func TestTopicsAreReadyWhenOlderTransactionsHaveEnded(t *testing.T) {
 	require.Equal(t, 2, r.server.count(kindDraw))
 
 	require.True(t, first.Ready())
-	buffer := second.Attach("group")
+	buffer := second.Attach("group", Shard{})
 	require.False(t, buffer.Follow(snapshot(t, "799:900:799"), window.Life{Era: 7, Boot: "boot"}), "an older transaction may still commit")
 	require.False(t, buffer.Follow(snapshot(t, "900:900:"), window.Life{Era: 7, Boot: "another"}))
 	require.True(t, buffer.Follow(snapshot(t, "800:900:850"), window.Life{Era: 7, Boot: "boot"}))
@@ -1003,12 +1003,12 @@ func TestNothingComesInAfterTheEnd(t *testing.T) {
 	require.Empty(t, r.session.transactions)
 	require.ErrorIs(t, r.session.receive(insertOf(1001, stored{id: 2, topic: "topic"})), errEnded)
 	require.ErrorIs(t, r.session.receive(&replication.Keepalive{WALEnd: 8}), errEnded)
-	require.Nil(t, r.session.attach("topic", "group"))
+	require.Nil(t, r.session.attach("topic", "group", Shard{}))
 	interest := &Interest{source: r.source, topic: "topic"}
 	require.False(t, interest.Ready())
 	r.source.session = nil
 	require.False(t, interest.Ready())
-	require.Nil(t, interest.Attach("group"))
+	require.Nil(t, interest.Attach("group", Shard{}))
 }
 
 // What the stream cannot say ends it, with its place.

@@ -188,15 +188,16 @@ func (i *Interest) Close() {
 
 // Attach registers a buffer between two windows, or returns nil while there is
 // no stream to attach to. The reader then opens a window, and goes on with the
-// buffer if Follow accepts it; otherwise it closes the buffer.
-func (i *Interest) Attach(group string) *Buffer {
+// buffer if Follow accepts it; otherwise it closes the buffer. The buffer gets
+// only the rows of the shard.
+func (i *Interest) Attach(group string, of Shard) *Buffer {
 	i.source.mu.Lock()
 	session := i.source.session
 	i.source.mu.Unlock()
 	if session == nil {
 		return nil
 	}
-	return session.attach(i.topic, group)
+	return session.attach(i.topic, group, of)
 }
 
 // Ready reports whether Attach would return a buffer now.

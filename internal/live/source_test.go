@@ -231,7 +231,7 @@ func TestSourceWaitsForItsReason(t *testing.T) {
 				require.Equal(t, Waiting, status.State)
 				require.Contains(t, status.Reason, test.says)
 				require.Empty(t, status.Slot)
-				require.Nil(t, interest.Attach("group"))
+				require.Nil(t, interest.Attach("group", Shard{}))
 				interest.Close()
 				time.Sleep(time.Minute)
 				require.Equal(t, Idle, r.source.Status().State)

@@ -37,6 +37,10 @@ type Config struct {
 	Interval time.Duration
 	// Timeout bounds one look.
 	Timeout time.Duration
+	// Shared returns the groups and topics of which a free cursor would be taken;
+	// Free is called when there is one.
+	Shared func() (groups, topics []string)
+	Free   func()
 	// Failed is told of each look that failed.
 	Failed func(err error)
 	Logger watermill.LoggerAdapter
@@ -220,15 +224,17 @@ func (w *Watcher) ask(ctx context.Context, names []string, last window.Snapshot,
 	if !haveLast {
 		names = nil
 	}
-	rows, err := w.db.Query(ctx, w.query, names, last.String())
+	groups, shared := w.config.Shared()
+	rows, err := w.db.Query(ctx, w.query, names, last.String(), groups, shared)
 	if err != nil {
 		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
 	}
 	var now window.Now
 	var text string
 	var boot *string
+	var free bool
 	found, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
-		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found)
+		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &free)
 		return found, err
 	})
 	if err != nil {
@@ -239,6 +245,9 @@ func (w *Watcher) ask(ctx context.Context, names []string, last window.Snapshot,
 	}
 	if now.Snapshot, err = window.ParseSnapshot(text); err != nil {
 		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+	}
+	if free {
+		w.config.Free()
 	}
 	return now, found, nil
 }

@@ -141,15 +141,25 @@ type Reader struct {
 	Topic   string
 	Group   string
 	Limits  Limits
+	// Shard is the one to read, of so many; of 0 or 1 it is all there is.
+	Shard, Shards int
+	// Until, if not nil, is where the position ends: nothing behind it is read.
+	Until *Until
 }
 
+// shards is how many there are.
+func (r Reader) shards() int { return max(r.Shards, 1) }
+
 // Next reads the page that follows on pos, with one statement (two after a
-// restart among late rows).
+// restart among late rows). Beyond the end it reads none: see Until.Reached.
 func (r Reader) Next(ctx context.Context, db Querier, pos Position) (Page, error) {
 	switch pos.Step {
 	case Past:
 		return r.past(ctx, db, pos)
 	case Idle:
+		if r.Until != nil {
+			return r.toEnd(ctx, db, pos)
+		}
 		return r.open(ctx, db, pos)
 	case Late:
 		return r.late(ctx, db, pos)
@@ -159,8 +169,24 @@ func (r Reader) Next(ctx context.Context, db Querier, pos Position) (Page, error
 	return Page{}, fmt.Errorf("position has no step %q", pos.Step)
 }
 
+// toEnd begins the last window, between two windows of a position that ends.
+func (r Reader) toEnd(ctx context.Context, db Querier, pos Position) (Page, error) {
+	if pos.Era == r.Until.Era && !r.Until.Reached(pos) {
+		return r.late(ctx, db, r.Until.towards(pos))
+	}
+	// There is nothing to read, unless the server is of another era by now.
+	now, err := r.Queries.Now(ctx, db)
+	if err != nil {
+		return Page{}, err
+	}
+	if now.Life.Era != pos.Era {
+		return Page{Life: now.Life, End: pos.enterEra(now.Life.Era), More: true}, nil
+	}
+	return Page{Life: now.Life, start: pos, End: pos}, nil
+}
+
 func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
-	head, page, err := r.read(ctx, db, pos, openPage, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes)
+	head, page, err := r.read(ctx, db, pos, openPage, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -190,7 +216,7 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 
 func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
 	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.main, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes,
-		max(pos.At, pos.Floor), pos.Top, pos.P.String(), pos.C.String())
+		max(pos.At, pos.Floor), pos.Top, pos.P.String(), pos.C.String(), r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -216,7 +242,7 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 		found = life
 		pos.lateXids = xids
 	}
-	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids)
+	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -260,11 +286,16 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	for era, known := range pos.Past {
 		eras, ps, cs, ats = append(eras, era), append(ps, known.P.String()), append(cs, known.C.String()), append(ats, known.At)
 	}
+	var endEra *int64
+	end := Snapshot{}
+	if r.Until != nil {
+		endEra, end = &r.Until.Era, r.Until.C
+	}
 	after := pos.AtEra
 	if pos.At == 0 {
 		after = -1 << 63
 	}
-	head, page, err := r.read(ctx, db, pos, pastPage, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan)
+	head, page, err := r.read(ctx, db, pos, pastPage, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}

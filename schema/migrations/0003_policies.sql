@@ -13,8 +13,8 @@ CREATE FUNCTION outbox.shard(key text, id bigint, shards integer) RETURNS intege
 
 -- A cursor is the shard number shard - base of shards. When their number is
 -- changed, new ones take the place of the old: numbered on from a higher base,
--- they begin at the common snapshot at which the old ones end (until), and wait
--- until those are through and gone. reshard is the number asked for, from the
+-- they begin at the common snapshot at which the old ones end (until, in the era
+-- until_era), and wait until those are through and gone. reshard is the number asked for, from the
 -- request until the change.
 --
 -- reach is how many rows may have been handed out beyond the stored position:
@@ -24,6 +24,7 @@ ALTER TABLE outbox.cursors
     ADD COLUMN base      integer NOT NULL DEFAULT 0 CHECK (base >= 0),
     ADD COLUMN until     pg_snapshot,
     ADD COLUMN until_top bigint  NOT NULL DEFAULT 0,
+    ADD COLUMN until_era bigint  NOT NULL DEFAULT 0,
     ADD COLUMN reshard   integer CHECK (reshard > 0),
     ADD COLUMN reach     integer NOT NULL DEFAULT 0 CHECK (reach >= 0),
     ADD CHECK (shard >= base AND shard < base + shards);

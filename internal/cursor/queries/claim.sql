@@ -4,6 +4,8 @@
 -- not to change for the lease time. In key order, passing over rows that
 -- another candidate is taking. The state comes from the UPDATE itself, so no
 -- checkpoint of the old holder can fall in between: its epoch no longer fits.
+-- Cursors that wait for those before them to end, or whose number is about to be
+-- changed, nobody gets.
 --
 -- $1 holder, $2 groups, $3 topics, $4 shards, $5 dead holders, $6 their beats
 WITH seen AS MATERIALIZED (
@@ -11,6 +13,10 @@ WITH seen AS MATERIALIZED (
     FROM outbox.cursors c
     JOIN unnest($2::text[], $3::text[], $4::integer[]) AS w (consumer_group, topic, shard)
         ON c.consumer_group = w.consumer_group AND c.topic = w.topic AND c.shard = w.shard
+        AND c.reshard IS NULL
+        AND NOT EXISTS (
+            SELECT FROM outbox.cursors o
+            WHERE o.consumer_group = c.consumer_group AND o.topic = c.topic AND o.base < c.base)
     WHERE c.holder IS NULL OR c.holder = $1::text
         OR NOT EXISTS (SELECT FROM outbox.processes p WHERE p.holder = c.holder)
         OR EXISTS (
@@ -24,7 +30,7 @@ WITH seen AS MATERIALIZED (
     SELECT c.consumer_group, c.topic, c.shard, c.reach, c.holder
     FROM outbox.cursors c
     JOIN seen ON c.consumer_group = seen.consumer_group AND c.topic = seen.topic AND c.shard = seen.shard
-    WHERE c.epoch = seen.epoch
+    WHERE c.epoch = seen.epoch AND c.reshard IS NULL
     ORDER BY c.consumer_group, c.topic, c.shard
     FOR UPDATE OF c SKIP LOCKED
 )
@@ -36,4 +42,5 @@ FROM free
 WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shard = free.shard
 RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
     c.holes::text, c.past::text, c.ahead::text,
-    free.reach, coalesce(free.holder <> $1::text, false), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text
+    free.reach, coalesce(free.holder <> $1::text, false), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text,
+    c.shards, c.base, c.until::text, c.until_top, c.until_era

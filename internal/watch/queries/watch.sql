@@ -1,7 +1,8 @@
 -- Which of the topics have rows that the snapshot W could not see? The answer
--- comes with the statement's own snapshot, which is the next W.
+-- comes with the statement's own snapshot, which is the next W. And is there a
+-- cursor that nobody holds, of those that would be taken?
 --
--- $1 topics, $2 W
+-- $1 topics, $2 W, $3 groups and $4 topics of cursors
 --
 -- The transactions that ended since W are those of xip(W) that are no longer
 -- running and those in [xmax(W), xmax(now)) that are not running, as gaps
@@ -38,5 +39,11 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
                    WHERE m.topic = t.topic AND m.xid = ended.xid
                    LIMIT 1
                ) AS r)
-       )
+       ),
+       EXISTS (
+           SELECT FROM unnest($3::text[], $4::text[]) AS s (consumer_group, topic)
+           JOIN outbox.cursors u ON u.consumer_group = s.consumer_group AND u.topic = s.topic
+           WHERE u.holder IS NULL AND NOT EXISTS (
+               SELECT FROM outbox.cursors o
+               WHERE o.consumer_group = u.consumer_group AND o.topic = u.topic AND o.base < u.base))
 FROM now

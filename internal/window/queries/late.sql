@@ -1,7 +1,8 @@
 -- A further page of a window's late rows, transaction by transaction.
 --
 -- $1 topic, $2 group, $3 rows, $4 bytes, $5 after this id, $6 floor,
--- $7 the transactions with late rows, all of which C sees and P does not
+-- $7 the transactions with late rows, all of which C sees and P does not,
+-- $8 shard, $9 of so many
 SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
        outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life
 UNION ALL
@@ -16,6 +17,7 @@ FROM (
             WHERE m.topic = $1::text AND m.xid >= x.xid::xid8 AND m.xid <= x.xid::xid8
                 AND m.id > $5::bigint AND m.id <= $6::bigint
                 AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
+                AND ($9::integer = 1 OR outbox.shard(m.key, m.id, $9::integer) = $8::integer)
             ORDER BY m.xid, m.id LIMIT $3::bigint
         ) AS l
         ORDER BY l.id LIMIT $3::bigint

@@ -1,6 +1,7 @@
 -- A further page of a window's main rows.
 --
--- $1 topic, $2 group, $3 rows, $4 bytes, $5 after this id, $6 top, $7 P, $8 C
+-- $1 topic, $2 group, $3 rows, $4 bytes, $5 after this id, $6 top, $7 P, $8 C,
+-- $9 shard, $10 of so many
 --
 -- The snapshots stand in sub-selects so that their text is parsed once, not for
 -- each row.
@@ -19,6 +20,7 @@ FROM (
             AND NOT pg_visible_in_snapshot(m.xid, (SELECT $7::text::pg_snapshot))
             AND pg_visible_in_snapshot(m.xid, (SELECT $8::text::pg_snapshot))
             AND (m.target_group IS NULL OR m.target_group = $2::text)
+            AND ($10::integer = 1 OR outbox.shard(m.key, m.id, $10::integer) = $9::integer)
         ORDER BY m.id LIMIT $3::bigint
     ) AS r
 ) AS page

@@ -1,6 +1,6 @@
 -- Opens the next window and reads its first page: in the steady state, all of it.
 --
--- $1 topic, $2 group, $3 P, $4 floor, $5 rows, $6 bytes
+-- $1 topic, $2 group, $3 P, $4 floor, $5 rows, $6 bytes, $7 shard, $8 of so many
 --
 -- The first row (step 0) says what the window is: C, top, the life of the server
 -- and the transactions with late rows. pg_current_snapshot() is the snapshot
@@ -41,6 +41,7 @@ WITH now AS MATERIALIZED (
         FROM outbox.messages m
         WHERE m.topic = $1::text AND m.xid >= late_xid.xid AND m.xid <= late_xid.xid AND m.id <= $4::bigint
             AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
+            AND ($8::integer = 1 OR outbox.shard(m.key, m.id, $8::integer) = $7::integer)
         ORDER BY m.xid, m.id LIMIT $5::bigint
     ) AS r
     ORDER BY r.id LIMIT $5::bigint
@@ -52,6 +53,7 @@ WITH now AS MATERIALIZED (
     WHERE m.topic = $1::text AND m.era = outbox.era()
         AND m.id > $4::bigint AND m.id <= (SELECT now.top FROM now)
         AND NOT pg_visible_in_snapshot(m.xid, (SELECT now.p FROM now)) AND (m.target_group IS NULL OR m.target_group = $2::text)
+        AND ($8::integer = 1 OR outbox.shard(m.key, m.id, $8::integer) = $7::integer)
     ORDER BY m.id LIMIT greatest($5::bigint - (SELECT count(*) FROM late), 0)
 ), page AS (
     -- In the order of the two parts, without a sort; the reader checks it.

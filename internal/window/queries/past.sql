@@ -2,7 +2,9 @@
 --
 -- $1 topic, $2 group, $3 rows, $4 bytes, $5 $6 after this era and id,
 -- $7 eras that are known, $8 their P, $9 their open window (sees nothing if
--- none), $10 the last id handed out in it, $11 how many rows to look at
+-- none), $10 the last id handed out in it, $11 how many rows to look at,
+-- $12 shard, $13 of so many, $14 the era of an end if there is one, $15 the end,
+-- whose rows beyond it are not this position's
 --
 -- After a move to another cluster nearly all rows are such, and handed out: one
 -- page looks at a bounded number, so that no statement runs for as long as the
@@ -10,15 +12,15 @@
 -- below and above the server's own era, so that the rows of that are not read.
 -- System identifiers begin with the time of initdb, so eras sort by age.
 WITH scanned AS MATERIALIZED (
-    SELECT r.era, r.id, r.xid FROM (
+    SELECT r.era, r.id, r.xid, r.key FROM (
         (
-            SELECT m.era, m.id, m.xid FROM outbox.messages m
+            SELECT m.era, m.id, m.xid, m.key FROM outbox.messages m
             WHERE m.topic = $1::text AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
             ORDER BY m.era, m.id LIMIT $11::bigint
         )
         UNION ALL
         (
-            SELECT m.era, m.id, m.xid FROM outbox.messages m
+            SELECT m.era, m.id, m.xid, m.key FROM outbox.messages m
             WHERE m.topic = $1::text
                 -- Where it begins must be one comparison: of two, the scan would
                 -- begin at this one and walk the rows of the server's own era.
@@ -33,7 +35,9 @@ WITH scanned AS MATERIALIZED (
     FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
 ), fresh AS MATERIALIZED (
     SELECT s.era, s.id FROM scanned s
-    WHERE NOT EXISTS (
+    WHERE ($13::integer = 1 OR outbox.shard(s.key, s.id, $13::integer) = $12::integer)
+        AND (s.era IS DISTINCT FROM $14::bigint OR pg_visible_in_snapshot(s.xid, $15::text::pg_snapshot))
+        AND NOT EXISTS (
         SELECT FROM known k
         WHERE k.era = s.era AND (
             pg_visible_in_snapshot(s.xid, k.p) OR (pg_visible_in_snapshot(s.xid, k.c) AND s.id <= k.at)))

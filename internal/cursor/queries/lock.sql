@@ -1,0 +1,7 @@
+-- Locks a group's cursors of a topic: no position of theirs can be stored, and
+-- none be taken, until the end of the transaction.
+--
+-- $1 group, $2 topic
+SELECT c.shard FROM outbox.cursors c
+WHERE c.consumer_group = $1::text AND c.topic = $2::text
+ORDER BY c.shard FOR UPDATE
