@@ -49,6 +49,9 @@ const (
 	// DefaultQueryTimeout bounds each statement of a Consumer.
 	DefaultQueryTimeout = 15 * time.Second
 
+	// promoteShare is how many poll intervals pass between two looks for messages
+	// that have become due sooner than was known at the last one.
+	promoteShare = 5
 	// claimInterval is the time between two looks for cursors that another
 	// process holds. A clean hand-over takes that long.
 	claimInterval = 150 * time.Millisecond
@@ -258,7 +261,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		Free:   func() { c.leases.Stir() },
 	})
 	c.promoter = promote.New(pool, promote.Config{
-		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+		Schema: config.Schema, Interval: promoteShare * config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
 	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,

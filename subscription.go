@@ -140,7 +140,7 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease, status *
 			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
 		},
 		Reason: func(ctx context.Context) error { return errorNoteFrom(ctx).get() },
-		Valid:  held.Valid, Store: verdicts{held, tracker}, Died: s.died, Logger: logger,
+		Valid:  held.Valid, Store: verdicts{s.consumer, held, tracker}, Died: s.died, Logger: logger,
 	}
 	status.delivers(&engine)
 	defer status.delivers(nil)
@@ -167,8 +167,9 @@ func (s *subscription) died(v delivery.Verdict) {
 
 // verdicts is the engine's store under one lease.
 type verdicts struct {
-	held    *lease.Lease
-	tracker *delivery.Tracker
+	consumer *Consumer
+	held     *lease.Lease
+	tracker  *delivery.Tracker
 }
 
 func (v verdicts) Save(ctx context.Context) error { return v.held.Save(ctx) }
@@ -180,8 +181,12 @@ func (v verdicts) Buried(ctx context.Context, row window.Row) (bool, error) {
 }
 
 func (v verdicts) Settle(ctx context.Context, entry *delivery.Entry, verdict delivery.Verdict) error {
-	return v.held.Settle(ctx, cursor.Verdict{
+	err := v.held.Settle(ctx, cursor.Verdict{
 		Era: verdict.Row.Era, ID: verdict.Row.ID, Attempts: verdict.Attempts, Metadata: verdict.Metadata,
 		Dead: verdict.Dead, Error: verdict.Error, Due: verdict.Due, After: verdict.After,
 	}, func() (window.State, uint64, uint64) { return v.tracker.StateWithout(entry) }, entry.Settled)
+	if err == nil && !verdict.Dead {
+		v.consumer.promoter.Nudge()
+	}
+	return err
 }

@@ -10,8 +10,9 @@
 // # When it looks
 //
 // As soon as the next row is due that the last look saw, and after an Interval at
-// the latest, for a row may have come that is due sooner. It looks ten times in an
-// Interval at most, unless there was more than it could take.
+// the latest, for a row may have come that is due sooner; who has just written one
+// says so (Nudge). It looks ten times in an Interval at most, unless there was more
+// than it could take.
 //
 // # What a look costs
 //
@@ -84,6 +85,8 @@ type Config struct {
 type Promoter struct {
 	config Config
 	store  store
+	// nudges says that a row has come.
+	nudges chan struct{}
 
 	// rows is how many a batch may have; 1 has them moved one by one.
 	rows int
@@ -98,7 +101,19 @@ type Promoter struct {
 
 // New returns a promoter that works through db.
 func New(db Querier, config Config) *Promoter {
-	return &Promoter{config: config, store: newSQLStore(db, config.Schema, config.Timeout), rows: maxBatchRows, from: front}
+	return &Promoter{
+		config: config, store: newSQLStore(db, config.Schema, config.Timeout), nudges: make(chan struct{}, 1),
+		rows: maxBatchRows, from: front,
+	}
+}
+
+// Nudge says that a row has come that may be due sooner than those that the last
+// look saw. Safe for concurrent use.
+func (p *Promoter) Nudge() {
+	select {
+	case p.nudges <- struct{}{}:
+	default:
+	}
 }
 
 // Run moves what is due until the context ends.
@@ -119,9 +134,26 @@ func (p *Promoter) Run(ctx context.Context) {
 		default:
 			failures = 0
 		}
-		if pause > 0 {
-			backoff.Wait(ctx, pause)
-		}
+		p.wait(ctx, pause, failures == 0)
+	}
+}
+
+// wait waits until it is time for the next look. A nudge makes it a tenth of an
+// Interval at most, unless the last look failed.
+func (p *Promoter) wait(ctx context.Context, pause time.Duration, nudged bool) {
+	least := p.config.Interval / 10
+	if pause <= least || !nudged {
+		backoff.Wait(ctx, max(pause, 0))
+		return
+	}
+	began := time.Now()
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-p.nudges:
+		backoff.Wait(ctx, least-time.Since(began))
+	case <-ctx.Done():
 	}
 }
 
