@@ -4,33 +4,59 @@
 // # States of a row
 //
 //	waiting    in a page that the source has read
-//	in flight  its message was taken from the channel
-//	acked      its handler succeeded; the position moves over it
-//	nacked     its handler failed; it waits out a backoff and goes out again
-//	a hole     the position has moved over it although it was not acked
+//	taken in   the tracker has it, in the order of the log; it is ready, or stands
+//	           in the line of its key behind others
+//	in flight  a worker hands it out, or waits for what becomes of it
+//	failed     it waits for its next try, and keeps its place in its line
+//	settled    acked, or its fate is stored elsewhere (deferred, a dead letter)
 //
-// With strict order one row is in flight and the others wait for it, so the
-// position is that of the last acked row and there are no holes, with one
-// exception: a row that cannot become a message. It is reported, kept as a hole
-// and passed over, since it would block its topic for ever.
+// How much is taken in and not settled is bounded, in number and bytes. Workers
+// are as many as may be in flight; the engine has no goroutine of its own beside
+// the one that takes pages in.
+//
+// # What is stored
+//
+// The position behind the last row that is settled or was tried, and what is open
+// up to there as holes, with the attempts that each had. What is in flight beyond
+// it comes again from the position. Settled neighbours are kept as one, so the
+// state is as large as what is open, however long that takes.
 //
 // # What each failure leads to
 //
-//	handler fails        the same message again, in a new object, after a
-//	                     backoff with jitter; the others wait (order)
-//	handler never ends   nothing more is handed out; Close waits for the grace
-//	                     period, cancels the message's context and gives up
-//	lease lost           the message's context is cancelled with the cause, its
-//	                     ack is ignored, since another process has the row now
+//	handler fails        counted; then in place: the same message again, in a new
+//	                     object, after a backoff with jitter, its line waits;
+//	                     or deferred: stored for later, the line goes on; or, with
+//	                     no attempts left, a dead letter. The verdict, the hole it
+//	                     fills and the check of the epoch are one statement. While
+//	                     that cannot be stored, the row stays what it is
+//	handler puts off     Watermill's DelayOnError changes the delay metadata of a
+//	                     message it lets fail: deferred until then
+//	handler takes too    the context ends with ErrAckDeadline; after the grace
+//	long                 period that is a failure
+//	handler never ends   without a deadline it keeps its place in flight; Close
+//	                     waits for the grace period and gives up
+//	lease lost           contexts end with the cause, acks are ignored, since
+//	                     another process has the rows now; nothing is counted
 //	server's life ends   the same; the position is read again from the cursor
-//	database away        what was read goes out; the position is stored when it
+//	database away        what was taken in goes out; the position is stored when it
 //	                     is back; acks are kept in memory meanwhile
-//	process killed       what was acked since the last checkpoint comes again
+//	row cannot become    a dead letter at once, with its bytes
+//	a message
+//
+// # Processes that die
+//
+// What was acked since the last checkpoint comes again. A message may be what ended
+// the process, and nobody can nack it. With a bound on attempts, the stored state
+// says how many rows may have been handed out beyond it (its reach), and no more
+// are. After an unclean end these, and the holes, are suspects: each goes out
+// alone, when it is stored that it does (Hole.Starts). If the process ends then,
+// that one has failed, and none of its neighbours. Since it was in flight when the
+// process ended before, that counts, too.
 //
 // # Shutdown
 //
 // Close, and the end of the context given to Subscribe, stop the handing out at
-// once. A message in flight keeps its context for the grace period, and its ack
-// in that time counts. Then the last position is stored and the cursor released
-// in one statement, and the channel is closed.
+// once. What is in flight keeps its context for the grace period, and an ack in
+// that time counts; a Nack does not. Then the last position is stored and the
+// cursor released in one statement, and the channel is closed.
 package delivery
