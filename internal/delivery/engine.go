@@ -386,11 +386,9 @@ func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Messag
 	if !r.going() {
 		return nil, nil, stopped
 	}
-	payload := it.row.Payload
-	if it.row.Shared {
-		payload = bytes.Clone(payload) // a handler may change its message
-	}
-	msg = message.NewMessage(it.row.UUID, payload)
+	// A handler may change its message, of which others and the next delivery
+	// have to know nothing.
+	msg = message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
 	msg.Metadata = metadata
 	ctx, cancel := context.WithCancelCause(r.Base)
 	defer cancel(context.Canceled)

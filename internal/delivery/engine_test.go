@@ -722,6 +722,22 @@ func TestOverdueHandlersKeepTheirMessage(t *testing.T) {
 	}
 }
 
+// What a handler does to the bytes of a message must not be in its next delivery.
+func TestRedeliveredPayloadsAreWhole(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t)
+		page := rows(1)
+		page.Rows[0].Payload = []byte("payload")
+		b.pages <- page
+		msg := <-b.out
+		clear(msg.Payload)
+		msg.Nack()
+		require.Equal(t, "payload", string((<-b.out).Payload))
+	})
+}
+
 // Errors quote what they are about, which may be any bytes. Metadata must be
 // text all the same, or the dead letter could not be stored, ever.
 func TestReasonsAreText(t *testing.T) {
