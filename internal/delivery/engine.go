@@ -200,6 +200,9 @@ func (r *run) end() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.ended = true
+	for it := range r.retrying {
+		it.timer.Stop() // it would keep the run until then
+	}
 }
 
 // going reports whether anything may be handed out.
@@ -368,7 +371,7 @@ func (r *run) exhausted(it *item) bool {
 }
 
 // handOut sends one message and waits for what becomes of it, and of a failure
-// returns why.
+// returns why; the message is nil if its handler still has it.
 func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Message, failure error, result outcome) {
 	if r.Slots != nil {
 		select {
@@ -383,11 +386,9 @@ func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Messag
 	if !r.going() {
 		return nil, nil, stopped
 	}
-	payload := it.row.Payload
-	if it.row.Shared {
-		payload = bytes.Clone(payload) // a handler may change its message
-	}
-	msg = message.NewMessage(it.row.UUID, payload)
+	// A handler may change its message, of which others and the next delivery
+	// have to know nothing.
+	msg = message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
 	msg.Metadata = metadata
 	ctx, cancel := context.WithCancelCause(r.Base)
 	defer cancel(context.Canceled)
@@ -410,6 +411,9 @@ func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Messag
 		failure = r.Reason(wrapped)
 	case overdue:
 		failure = cmp.Or(r.Reason(wrapped), ErrAckDeadline)
+		if !isDone(msg.Nacked()) {
+			msg = nil // its handler may be changing it
+		}
 	case settled, stopped, again:
 	}
 	return msg, failure, result

@@ -4,11 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
+	"unicode/utf8"
+	"weak"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -688,4 +691,119 @@ func TestBuriedMessagesGoNoFurther(t *testing.T) {
 		b.store.mu.Unlock()
 		require.Equal(t, []int64{2}, ids(<-b.out))
 	})
+}
+
+// A handler that is past its deadline goes on with its message, so nobody else
+// may look at what it changes: a map that is read and written at once ends the
+// process.
+func TestOverdueHandlersKeepTheirMessage(t *testing.T) {
+	t.Parallel()
+
+	for name, change := range map[string]func(*delivery.Engine){
+		"again": attempts(5),
+		"dead":  attempts(1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			synctest.Test(t, func(t *testing.T) {
+				b := start(t, change, func(e *delivery.Engine) { e.AckDeadline = 5 * time.Second })
+				b.pages <- rows(1)
+				msg := <-b.out
+				go func() {
+					time.Sleep(65 * time.Second) // the deadline and the grace
+					msg.Metadata.Set("still", "at it")
+					msg.SetContext(context.Background())
+				}()
+				time.Sleep(70 * time.Second)
+				synctest.Wait()
+			})
+		})
+	}
+}
+
+// What a handler does to the bytes of a message must not be in its next delivery.
+func TestRedeliveredPayloadsAreWhole(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t)
+		page := rows(1)
+		page.Rows[0].Payload = []byte("payload")
+		b.pages <- page
+		msg := <-b.out
+		clear(msg.Payload)
+		msg.Nack()
+		require.Equal(t, "payload", string((<-b.out).Payload))
+	})
+}
+
+// Errors quote what they are about, which may be any bytes. Metadata must be
+// text all the same, or the dead letter could not be stored, ever.
+func TestReasonsAreText(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, attempts(1), func(e *delivery.Engine) {
+			e.Reason = func(context.Context) error { return errors.New("bad bytes \xff and \x00") }
+		})
+		b.pages <- rows(1)
+		(<-b.out).Nack()
+		synctest.Wait()
+		verdicts := b.store.settled()
+		require.Len(t, verdicts, 1)
+		require.JSONEq(t, `{"reason_poisoned":"bad bytes \ufffd and \ufffd","topic_poisoned":"","handler_poisoned":"","subscriber_poisoned":""}`,
+			string(verdicts[0].Metadata))
+		require.True(t, utf8.Valid(verdicts[0].Metadata))
+	})
+
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t)
+		b.pages <- rows(1)
+		msg := <-b.out
+		msg.Metadata.Set("_watermill_delayed_until", "2100-01-01T00:00:00Z")
+		msg.Metadata.Set("_watermill_delayed_for", "\xff")
+		msg.Nack()
+		synctest.Wait()
+		verdicts := b.store.settled()
+		require.Len(t, verdicts, 1)
+		require.True(t, utf8.Valid(verdicts[0].Metadata))
+	})
+}
+
+// Messages that wait for a long time for their next delivery are let go with the
+// lease. The runtime keeps some of the timers that were stopped.
+func TestWaitingMessagesEndWithTheRun(t *testing.T) {
+	t.Parallel()
+
+	const n = 100
+	b := start(t, ordered(delivery.Unordered, n), func(e *delivery.Engine) {
+		e.Backoff = backoff.Policy{Min: time.Hour, Max: time.Hour}
+		e.Pending = n
+	})
+	var held []weak.Pointer[[1024]byte]
+	for id := range int64(n) {
+		payload := new([1024]byte)
+		held = append(held, weak.Make(payload))
+		page := rows(id)
+		page.Rows[0].Payload = payload[:]
+		b.pages <- page
+		(<-b.out).Nack()
+	}
+	require.Eventually(t, func() bool {
+		_, waiting := b.engine.Retrying(0)
+		return waiting == n
+	}, time.Minute, time.Millisecond)
+	b.stop()
+	<-b.done
+	require.Eventually(t, func() bool {
+		runtime.GC()
+		kept := 0
+		for _, payload := range held {
+			if payload.Value() != nil {
+				kept++
+			}
+		}
+		return kept < n/2
+	}, time.Minute, 10*time.Millisecond, "timers keep them")
 }

@@ -2,6 +2,7 @@ package delivery
 
 import (
 	"maps"
+	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -49,7 +50,7 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 		verdict.Due = due
 		original[delay.DelayedUntilKey] = msg.Metadata.Get(delay.DelayedUntilKey)
 		if pause := msg.Metadata.Get(delay.DelayedForKey); pause != "" {
-			original[delay.DelayedForKey] = pause
+			original[delay.DelayedForKey] = storable(pause)
 		}
 		verdict.Metadata = metadata.Append(nil, original)
 	}
@@ -66,6 +67,9 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 // Watermill's DelayOnError middleware does: it changes the message's metadata and
 // lets the error through.
 func delayedAnew(original map[string]string, msg *message.Message) (due time.Time, ok bool) {
+	if msg == nil {
+		return time.Time{}, false
+	}
 	until := msg.Metadata.Get(delay.DelayedUntilKey)
 	if until == "" || until == original[delay.DelayedUntilKey] {
 		return time.Time{}, false
@@ -78,14 +82,20 @@ func delayedAnew(original map[string]string, msg *message.Message) (due time.Tim
 // keys of Watermill's poison queue.
 func poisoned(original map[string]string, msg *message.Message, reason string) map[string]string {
 	dead := maps.Clone(original)
-	dead[reasonForPoisonedKey] = reason
+	dead[reasonForPoisonedKey] = storable(reason)
 	if msg != nil {
 		ctx := msg.Context()
-		dead[poisonedTopicKey] = message.SubscribeTopicFromCtx(ctx)
-		dead[poisonedHandlerKey] = message.HandlerNameFromCtx(ctx)
-		dead[poisonedSubscriberKey] = message.SubscriberNameFromCtx(ctx)
+		dead[poisonedTopicKey] = storable(message.SubscribeTopicFromCtx(ctx))
+		dead[poisonedHandlerKey] = storable(message.HandlerNameFromCtx(ctx))
+		dead[poisonedSubscriberKey] = storable(message.SubscriberNameFromCtx(ctx))
 	}
 	return dead
+}
+
+// storable returns what a handler said as text that metadata can hold: errors
+// quote any bytes.
+func storable(text string) string {
+	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 }
 
 // bury makes a dead letter of an item. Metadata nil means that it stays as it is,
@@ -146,7 +156,7 @@ func (r *run) retry(it *item, failure error, pause time.Duration) {
 		it.failingSince = now
 	}
 	r.retrying[it] = Retrying{Row: it.row, Attempts: it.attempts, Err: failure, Since: it.failingSince, Next: now.Add(pause)}
-	time.AfterFunc(pause, func() {
+	it.timer = time.AfterFunc(pause, func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.queue.again(it)

@@ -43,6 +43,8 @@ type item struct {
 	size             int
 	// failingSince is when it failed first in this lease.
 	failingSince time.Time
+	// timer ends its pause.
+	timer *time.Timer
 }
 
 // queue holds the items that were taken in and are not in flight. Of each line

@@ -102,7 +102,11 @@ func NewTracker(state window.State, bounded, unclean bool) *Tracker {
 func (t *Tracker) Room() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return !t.bounded || t.taken < t.allowed
+	if !t.bounded || t.taken < t.allowed {
+		return true
+	}
+	t.changed(true) // what makes room is to be stored, although nothing was settled
+	return false
 }
 
 // Add takes in a row, with the position behind it.

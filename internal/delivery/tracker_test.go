@@ -163,3 +163,32 @@ func TestTrackerBoundsWhatIsBeyond(t *testing.T) {
 		}
 	}
 }
+
+// With much in flight and nothing settled, somebody who waits for room has the
+// state stored that makes some, whenever the last one was asked for.
+func TestTrackerAsksForRoom(t *testing.T) {
+	t.Parallel()
+
+	tracker := delivery.NewTracker(window.State{Position: at(0)}, true, false)
+	last := int64(0)
+	add := func(n int) {
+		for ; n > 0 && tracker.Room(); n-- {
+			last++
+			tracker.Add(hole(last), at(last))
+		}
+	}
+	const most = 4096
+	for range 10 { // until so many may go out
+		add(most)
+		_, version, _ := tracker.State()
+		tracker.Stored(version)
+	}
+	add(most / 2)
+	_, version, saved := tracker.State()
+	add(most)
+	tracker.Stored(version)
+	add(2 * most)
+	require.False(t, tracker.Room())
+	_, _, urgent := tracker.State()
+	require.NotEqual(t, saved, urgent, "no room after %d rows, and the state need not be stored", last)
+}
