@@ -413,6 +413,7 @@ func (m *Manager) Claim(ctx context.Context) (pause time.Duration, err error) {
 			m.config.Logger.Info("The number of shards was changed; the old ones are read to their end first", watermill.LogFields{
 				"consumer_group": topic.Group, "topic": topic.Topic,
 			})
+			m.nudge()
 		}
 		m.stale(topic)
 	}
