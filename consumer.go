@@ -266,7 +266,8 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
-		Timeout: config.QueryTimeout, Told: config.PollInterval <= claimInterval, Failed: c.failed, Logger: logger,
+		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+		Told: func() bool { return config.PollInterval <= claimInterval && c.watcher.Looking() },
 	})
 	if config.Mode != ModePoll {
 		c.barrier = &reservedConn{config: poolConfig, limit: barrierConnect}

@@ -60,15 +60,17 @@ func (s *subscription) hold(stop context.Context, held *lease.Lease) {
 	logger.Debug("Topic taken", nil)
 	status := s.status.hold(held)
 	ending, end := context.WithCancelCause(stop)
-	defer end(context.Canceled)
-	go func() {
+	var watching sync.WaitGroup
+	watching.Go(func() {
 		select {
 		case <-held.Recalled():
 			end(errRecalled)
 		case <-ending.Done():
 		}
-	}()
+	})
 	s.deliver(ending, held, status, logger)
+	end(context.Canceled)
+	watching.Wait()
 	s.status.release(status)
 	cause := context.Cause(held.Context())
 	if errors.Is(cause, lease.ErrLost) {

@@ -17,13 +17,13 @@ func (f *fixture) moveToAnotherCluster(by int) {
 	f.t.Helper()
 	const ahead = 1_000_000
 	f.exec("UPDATE outbox.messages SET era = era + $1, xid = (xid::text::bigint + $2)::text::xid8", by, ahead)
-	for _, column := range []string{"p", "c"} {
+	for _, column := range []string{"p", "c", "until"} {
 		f.exec(fmt.Sprintf(`UPDATE outbox.cursors SET %[1]s = (
 			SELECT ((pg_snapshot_xmin(%[1]s)::text::bigint + $1) || ':' || (pg_snapshot_xmax(%[1]s)::text::bigint + $1) || ':'
 			       || coalesce((SELECT string_agg((x::text::bigint + $1)::text, ',' ORDER BY x) FROM pg_snapshot_xip(%[1]s) x), ''))::pg_snapshot)
 			WHERE %[1]s::text <> '1:1:'`, column), ahead)
 	}
-	f.exec("UPDATE outbox.cursors SET era = era + $1, at_era = at_era + $1 * sign(at_era)::int", by)
+	f.exec("UPDATE outbox.cursors SET era = era + $1, at_era = at_era + $1 * sign(at_era)::int, until_era = until_era + $1 * sign(until_era)::int", by)
 	f.exec(`UPDATE outbox.cursors c SET holes = (
 		SELECT coalesce(jsonb_agg(h || jsonb_build_object('era', (h->>'era')::bigint + $1)), '[]') FROM jsonb_array_elements(c.holes) h)`, by)
 	f.exec("ALTER TABLE outbox.messages ALTER COLUMN id RESTART WITH 1")

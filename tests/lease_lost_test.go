@@ -151,7 +151,7 @@ func TestLeaseEndsBeforeOthersMayTakeIt(t *testing.T) {
 	beat := &stuckBeat{db: f.pool}
 	manager := lease.New(store, f.pool, beat, lease.Config{
 		Duration: duration, Claim: 20 * time.Millisecond, Checkpoint: time.Second, IdleCheckpoint: time.Minute,
-		Timeout: waitFor, Failed: func(error) {}, Logger: watermill.NopLogger{},
+		Timeout: waitFor, Told: func() bool { return false }, Failed: func(error) {}, Logger: watermill.NopLogger{},
 	})
 	key := cursor.Key{Group: "group", Topic: "topic"}
 	f.ensure(t, store, key)

@@ -183,7 +183,7 @@ func TestClaimAnsweredAfterTheLease(t *testing.T) {
 
 	f := newFixture(t)
 	proxy := f.proxy(t)
-	const claimText, beatText = "FOR UPDATE OF c SKIP LOCKED", "SET beat = p.beat + 1"
+	const claimText, lookText, beatText = "FOR UPDATE OF c SKIP LOCKED", "FROM wanted w", "SET beat = p.beat + 1"
 	holder := newStatementHolder(claimText)
 	release := sync.OnceFunc(func() { close(holder.open) })
 	defer release()
@@ -201,8 +201,8 @@ func TestClaimAnsweredAfterTheLease(t *testing.T) {
 	require.NoError(t, err)
 	// Each beat is a text of its own, so that it can be told from the others.
 	db.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeExec
-	db.ConnConfig.Tracer = &statementCounter{text: claimText}
-	claims := db.ConnConfig.Tracer.(*statementCounter)
+	looks := &statementCounter{text: lookText}
+	db.ConnConfig.Tracer = looks
 	slow := f.consumerOn(db, shortLease)
 	_, slowly := f.subscribe(slow, outbox.SubscriberConfig{}, "topic")
 	await(t, holder.held)
@@ -221,10 +221,10 @@ func TestClaimAnsweredAfterTheLease(t *testing.T) {
 	}
 	before := beats()
 	require.Eventually(t, func() bool { return beats() > before }, waitFor, 5*time.Millisecond, "the slow one does not renew its beat again")
-	asked := claims.n.Load()
+	asked := looks.n.Load()
 	release()
-	// It finds out, and asks again, or hands out what it must not.
-	for claims.n.Load() < asked+2 {
+	// It finds out, and looks again, or hands out what it must not.
+	for looks.n.Load() < asked+2 {
 		select {
 		case <-slowly:
 			require.FailNow(t, "a message was handed out beside the one who has the topic")

@@ -449,6 +449,55 @@ func TestShardsAreChangedInSpiteOfHoles(t *testing.T) {
 		WHERE c.shard = c.base + outbox.shard(m.key, m.id, c.shards) AND (h->>'attempts')::int > 0`))
 }
 
+// The number is changed again before the first change is through: each division
+// waits for the one before, and nothing is lost, repeated or out of order.
+func TestShardsAreChangedAgainMeanwhile(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	publisher := f.publisher(outbox.PublisherConfig{})
+	sent := newMessages(30)
+	for i, msg := range sent {
+		msg.Metadata.Set(outbox.DefaultKeyMetadata, fmt.Sprint("key ", i%7))
+	}
+	require.NoError(t, publisher.Publish("topic", sent[:10]...))
+	consumer := f.consumer(func(c *outbox.ConsumerConfig) { c.Lease = outbox.MinLease })
+	_, messages := f.subscribe(consumer, outbox.SubscriberConfig{CloseTimeout: waitFor}, "topic")
+	divisions := func(want string) {
+		t.Helper()
+		require.Eventually(t, func() bool {
+			var found string
+			require.NoError(t, f.pool.QueryRow(t.Context(), f.sql(`SELECT coalesce(string_agg(n, ' ' ORDER BY base), '') FROM (
+				SELECT base, count(*) || CASE WHEN bool_and(until IS NULL) THEN '' ELSE ' ending' END AS n FROM outbox.cursors GROUP BY base) AS d`)).Scan(&found))
+			return found == want
+		}, waitFor, 5*time.Millisecond, "the divisions are not %q", want)
+	}
+	first := nextMessage(t, messages)
+	require.NoError(t, consumer.Reshard(t.Context(), "", "topic", 4))
+	require.NoError(t, consumer.Reshard(t.Context(), "", "topic", 2)) // thought better of it
+	require.True(t, first.Ack())
+	divisions("1 ending 2")
+	require.NoError(t, publisher.Publish("topic", sent[10:20]...))
+	second := nextMessage(t, messages)
+	require.NoError(t, consumer.Reshard(t.Context(), "", "topic", 5))
+	divisions("1 ending 2 ending 5")
+	require.NoError(t, publisher.Publish("topic", sent[20:]...))
+	require.Equal(t, 0, consumer.Status().Subscriptions[0].Shards[0].Shard)
+	require.True(t, consumer.Status().Subscriptions[0].Shards[0].Ending)
+	require.True(t, second.Ack())
+	received := append([]*message.Message{first, second}, receive(t, messages, 28)...)
+	require.Equal(t, uuids(sent[:10]), uuids(received[:10]), "one shard keeps the order of all")
+	require.ElementsMatch(t, uuids(sent[10:20]), uuids(received[10:20]))
+	require.ElementsMatch(t, uuids(sent[20:]), uuids(received[20:]))
+	last := map[string]byte{}
+	for _, msg := range received {
+		key := msg.Metadata.Get(outbox.DefaultKeyMetadata)
+		require.GreaterOrEqual(t, msg.Payload[2], last[key], "order of %s", key)
+		last[key] = msg.Payload[2]
+	}
+	divisions("5")
+}
+
 // In balance there is nothing to look for: an idle process asks no more than
 // without shards, beside a look at the others every tenth of the lease.
 func TestShardsCostLittleWhileIdle(t *testing.T) {

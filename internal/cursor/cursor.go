@@ -5,8 +5,9 @@
 //
 // A process has one row in processes, whose beat it renews; a cursor names its
 // holder and an epoch. A candidate takes a cursor when it has no holder, or
-// when the holder's beat has not changed for the lease time on the candidate's
-// own monotonic clock: no two clocks are ever compared. Taking raises the
+// when the holder's beat has not changed for (nine tenths of) the lease time on
+// the candidate's own monotonic clock: no two clocks are ever compared, and none
+// of the database's. Taking raises the
 // epoch, and every later write names the epoch it belongs to, so that a holder
 // which was merely asleep can store nothing when it wakes. Writes update; they
 // never insert, so a cursor that was removed stays removed.

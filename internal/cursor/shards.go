@@ -8,9 +8,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/millrace/watermill-outbox/internal/window"
 )
+
+// lockNotAvailable is the SQLSTATE of a lock that somebody else has.
+const lockNotAvailable = "55P03"
 
 // rollbackTimeout bounds the end of a transaction that failed.
 const rollbackTimeout = time.Second
@@ -147,8 +151,8 @@ type Beginner interface {
 }
 
 // Switch makes the change of the number of shards that was asked for, unless a
-// living process holds one of them or the change has been made already. It
-// reports whether it did.
+// living process holds one of them, somebody works on one right now, or the
+// change has been made already. It reports whether it did.
 func (s *Store) Switch(ctx context.Context, db Beginner, topic Topic, dead map[string]int64) (made bool, err error) {
 	// Two statements, each with a snapshot of its own: the second one's must be
 	// taken when the locks are held.
@@ -162,6 +166,10 @@ func (s *Store) Switch(ctx context.Context, db Beginner, topic Topic, dead map[s
 		_ = tx.Rollback(rollback) // after a commit it does nothing
 	}()
 	if _, err := tx.Exec(ctx, s.lock, topic.Group, topic.Topic); err != nil {
+		var refused *pgconn.PgError
+		if errors.As(err, &refused) && refused.Code == lockNotAvailable {
+			return false, nil
+		}
 		return false, fmt.Errorf("lock cursors: %w", err)
 	}
 	holders, beats := deadColumns(dead)

@@ -76,8 +76,9 @@ type Config struct {
 	IdleCheckpoint time.Duration
 	// Timeout bounds one statement.
 	Timeout time.Duration
-	// Told says that Stir is called within about Claim of a cursor's release.
-	Told bool
+	// Told reports whether Stir is called within about Claim of the release of a
+	// cursor that Shared asks for. The manager looks by itself while it is not.
+	Told func() bool
 	// Failed is told of each failed statement but the beat's, and of a beat
 	// that found another server than the leases are of: connections may lead
 	// to the wrong one.
@@ -427,6 +428,7 @@ func (m *Manager) Claim(ctx context.Context) (pause time.Duration, err error) {
 			m.config.Logger.Info("The number of shards was changed; the old ones are read to their end first", watermill.LogFields{
 				"consumer_group": topic.Group, "topic": topic.Topic,
 			})
+			m.nudge()
 		}
 		m.stale(topic)
 	}
@@ -530,7 +532,7 @@ func (m *Manager) pause() time.Duration {
 	var pause time.Duration
 	for _, sh := range m.shares {
 		next := m.config.Claim
-		if !sh.waiting && !sh.looked.IsZero() {
+		if !m.quick(sh) && !sh.looked.IsZero() {
 			if sh.settled {
 				continue
 			}

@@ -175,7 +175,7 @@ func (m *Manager) look(ctx context.Context) error {
 		switch {
 		case now.Sub(sh.looked) >= m.patience(sh):
 			due = append(due, topic)
-		case sh.waiting:
+		case m.quick(sh):
 			quick = append(quick, topic)
 		}
 	}
@@ -238,6 +238,12 @@ func (m *Manager) look(ctx context.Context) error {
 	return nil
 }
 
+// quick reports whether to look every Claim if there is a free cursor. Called
+// with mu held.
+func (m *Manager) quick(sh *share) bool {
+	return sh.waiting || len(sh.members) > 1 && !sh.settled && !m.config.Told()
+}
+
 // patience is how long a look at a topic is good for.
 func (m *Manager) patience(sh *share) time.Duration {
 	switch {
@@ -245,7 +251,7 @@ func (m *Manager) patience(sh *share) time.Duration {
 		return 0
 	case sh.settled:
 		return 1 << 62
-	case sh.overdue || (!m.config.Told && len(sh.members) > 1):
+	case sh.overdue:
 		return m.config.Claim
 	}
 	return max(min(m.config.Duration/10, maxPatience), m.config.Claim)

@@ -48,7 +48,7 @@ func TestSpreadComesToRest(t *testing.T) {
 	t.Parallel()
 
 	for seed := range 300 {
-		random := rand.New(rand.NewPCG(uint64(seed), 1)) //nolint:gosec // a small number
+		random := rand.New(rand.NewPCG(uint64(seed), 1))
 		n := 1 + random.IntN(20)
 		members := make([]member, 1+random.IntN(6))
 		free := n

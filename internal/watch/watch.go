@@ -76,6 +76,14 @@ func New(db window.Querier, config Config) *Watcher {
 	}
 }
 
+// Looking reports whether there are looks, as nobody needs any who reads the
+// write-ahead log.
+func (w *Watcher) Looking() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.topics) > 0
+}
+
 // Registration is a reader's interest in a topic.
 type Registration struct {
 	watcher *Watcher
