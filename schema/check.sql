@@ -17,6 +17,10 @@ WITH namespace AS (
            ('dead_letter_log_letter', 'dead_letter_log', '(dead_letter_id)'),
            ('dead_letter_log_at', 'dead_letter_log', '(at)'),
            ('inbox_handled', 'inbox', '(handled_at)')
+), wanted_column (on_table, name) AS ( -- that later migrations have added
+    VALUES ('cursors', 'ahead'), ('cursors', 'shards'), ('cursors', 'base'), ('cursors', 'until'), ('cursors', 'until_top'),
+           ('cursors', 'until_era'), ('cursors', 'reshard'), ('cursors', 'reach'),
+           ('deferred', 'origin_era'), ('deferred', 'origin_id'), ('deferred', 'failures'), ('deferred', 'error')
 ), wanted_default (name, fragment, expression) AS (
     VALUES ('xid', 'pg_current_xact_id()', 'pg_catalog.pg_current_xact_id()'), ('era', 'era()', format('%I.era()', $1::text)),
            ('created_at', 'clock_timestamp()', 'pg_catalog.clock_timestamp()')
@@ -86,11 +90,11 @@ SELECT 'error', 'table ' || r.relname, 'row-level security applies to this role'
 FROM relation r WHERE r.relkind IN ('r', 'p') AND pg_catalog.row_security_active(r.oid)
 
 UNION ALL
-SELECT 'error', 'column cursors.ahead', 'missing', 'present',
+SELECT 'error', 'column ' || w.on_table || '.' || w.name, 'missing', 'present',
        'run schema.Migrate; if it was dropped by hand, restore it from a dump'
-FROM relation t
-WHERE t.relname = 'cursors' AND NOT EXISTS (
-    SELECT FROM pg_catalog.pg_attribute a WHERE a.attrelid = t.oid AND a.attname = 'ahead' AND NOT a.attisdropped)
+FROM relation t JOIN wanted_column w ON w.on_table = t.relname
+WHERE NOT EXISTS (
+    SELECT FROM pg_catalog.pg_attribute a WHERE a.attrelid = t.oid AND a.attname = w.name AND NOT a.attisdropped)
 
 UNION ALL
 SELECT 'warning', 'table ' || r.relname, 'no replica identity', 'a replica identity',

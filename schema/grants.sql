@@ -39,9 +39,18 @@ BEGIN
         EXECUTE format('ALTER PUBLICATION %I OWNER TO %I', :schema, :role_literal);
     END IF;
 END $body$;
-ALTER FUNCTION outbox.era() OWNER TO :role;
-ALTER FUNCTION outbox.shard(text, bigint, integer) OWNER TO :role;
-ALTER FUNCTION outbox.publish(text, bytea, json, text, text, timestamptz) OWNER TO :role;
+DO $body$
+DECLARE
+    function regprocedure;
+BEGIN
+    FOR function IN
+        SELECT p.oid::regprocedure FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
+        WHERE n.nspname = :schema AND p.proowner <> (SELECT r.oid FROM pg_catalog.pg_roles r WHERE r.rolname = :role_literal)
+            AND p.proname IN ('era', 'shard', 'publish')
+    LOOP
+        EXECUTE format('ALTER FUNCTION %s OWNER TO %I', function, :role_literal);
+    END LOOP;
+END $body$;
 
 -- part: publisher
 -- INSERT on columns, never on the table: whoever may set xid, era or

@@ -14,8 +14,8 @@ CREATE FUNCTION outbox.shard(key text, id bigint, shards integer) RETURNS intege
 -- A cursor is the shard number shard - base of shards. When their number is
 -- changed, new ones take the place of the old: numbered on from a higher base,
 -- they begin at the common snapshot at which the old ones end (until, in the era
--- until_era), and wait until those are through and gone. reshard is the number asked for, from the
--- request until the change.
+-- until_era), and wait until those are through and gone. reshard is the number
+-- asked for, from the request until the change.
 --
 -- reach is how many rows may have been handed out beyond the stored position:
 -- after an unclean end these, and the holes, may be what ended the process.
