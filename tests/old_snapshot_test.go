@@ -1,0 +1,58 @@
+package tests
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	outbox "github.com/millrace/watermill-outbox"
+)
+
+// While somebody holds an old snapshot nothing can be vacuumed, and a queue whose
+// rows are updated or deleted for each delivery reads past all that were. Ours are
+// not: the last look touches no more pages than the first did. Field case F69.
+func TestOldSnapshotSlowsNothing(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	snapshot, err := f.connect(t).BeginTx(t.Context(), pgx.TxOptions{IsoLevel: pgx.RepeatableRead})
+	require.NoError(t, err)
+	_, err = snapshot.Exec(t.Context(), "SELECT pg_current_snapshot()")
+	require.NoError(t, err)
+	const rounds, batch = 40, 500
+	publisher := f.publisher(outbox.PublisherConfig{})
+	_, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{Ordering: outbox.OrderingUnordered}, "topic")
+	conn := f.connect(t)
+	for name, value := range consumerSettings {
+		_, err := conn.Exec(t.Context(), "SELECT set_config($1, $2, false)", name, value)
+		require.NoError(t, err)
+	}
+	f.prepare(t, conn, "internal/window/queries/open.sql")
+	look := func() int {
+		var p string
+		var floor int64
+		require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("SELECT p::text, floor FROM outbox.cursors")).Scan(&p, &floor))
+		var text string
+		require.NoError(t, conn.QueryRow(t.Context(), "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE hot('topic', 'group', "+
+			quote(p)+", "+f.text("SELECT floor::text FROM outbox.cursors")+", 1000, 1000000, 0, 1)", pgx.QueryExecModeSimpleProtocol).Scan(&text))
+		return buffers(t, text)
+	}
+	var first, last int
+	for round := range rounds {
+		require.NoError(t, publisher.Publish("topic", newMessages(batch)...))
+		receive(t, messages, batch)
+		switch n := f.number("SELECT max(id)::int FROM outbox.messages"); round {
+		case 0, rounds - 1:
+			require.Eventually(t, func() bool { return f.number("SELECT floor::int FROM outbox.cursors") >= n }, waitFor, waitFor/1000)
+			if round == 0 {
+				first = look()
+			} else {
+				last = look()
+			}
+		}
+	}
+	t.Logf("buffers of a look: %d at first, %d after %d messages", first, last, rounds*batch)
+	require.LessOrEqual(t, last, first+20)
+	require.NoError(t, snapshot.Rollback(t.Context()))
+}
