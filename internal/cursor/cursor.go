@@ -299,8 +299,10 @@ type Verdict struct {
 }
 
 // Settle stores a verdict and a position in one statement, both if the cursor is
-// still held under its epoch and otherwise neither; it reports which.
-func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict) (bool, error) {
+// still held under its epoch and otherwise neither; it reports which. With
+// repeated, the same was sent before and its outcome is unknown; nothing may have
+// been stored for the cursor since.
+func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict, repeated bool) (bool, error) {
 	args, err := s.writeArgs([]Write{write})
 	if err != nil {
 		return false, err
@@ -314,7 +316,7 @@ func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict)
 	if !verdict.Due.IsZero() {
 		due = &verdict.Due
 	}
-	args = append(args, verdict.Era, verdict.ID, verdict.Attempts, changed, verdict.Dead, storable(verdict.Error), due, verdict.After.Microseconds())
+	args = append(args, verdict.Era, verdict.ID, verdict.Attempts, changed, verdict.Dead, storable(verdict.Error), due, verdict.After.Microseconds(), repeated)
 	rows, err := db.Query(ctx, s.settle, args...)
 	if err != nil {
 		return false, fmt.Errorf("store what becomes of row %d: %w", verdict.ID, err)

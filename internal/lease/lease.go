@@ -44,11 +44,13 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/millrace/watermill-outbox/internal/backoff"
 	"github.com/millrace/watermill-outbox/internal/cursor"
@@ -181,6 +183,11 @@ type Lease struct {
 	// write is held from asking for the state until it is stored, so that no
 	// older state replaces a newer one.
 	write sync.Mutex
+	// doubt, of which write is held too, is the verdict whose outcome is unknown:
+	// nothing else is stored until it is known. resolved are those whose outcome
+	// became known to somebody else than who asked for them.
+	doubt    *doubt
+	resolved map[[2]int64]bool
 
 	mu              sync.Mutex
 	source          Source
@@ -199,6 +206,14 @@ func (l *Lease) recall() {
 		l.isRecalled = true
 		close(l.recalled)
 	}
+}
+
+// doubt is a verdict that was sent and not answered.
+type doubt struct {
+	write    cursor.Write
+	verdict  cursor.Verdict
+	versions [2]uint64
+	settled  func()
 }
 
 // Source says what is to be stored. Its methods are called from other goroutines.
@@ -690,7 +705,7 @@ func (m *Manager) Checkpoint(ctx context.Context) error {
 func (l *Lease) pending(now time.Time, idle time.Duration) (write cursor.Write, version, urgent uint64, due bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.source == nil || l.ctx.Err() != nil {
+	if l.source == nil || l.ctx.Err() != nil || l.doubt != nil {
 		return cursor.Write{}, 0, 0, false
 	}
 	state, version, urgent := l.source.State()
@@ -726,6 +741,9 @@ func (l *Lease) Save(ctx context.Context) error {
 	if source == nil || l.ctx.Err() != nil {
 		return fmt.Errorf("store %s: %w", l.Key, ErrLost)
 	}
+	if err := l.resolve(ctx); err != nil {
+		return err
+	}
 	state, version, urgent := source.State()
 	now := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, l.manager.config.Timeout)
@@ -750,20 +768,61 @@ func (l *Lease) Settle(ctx context.Context, verdict cursor.Verdict, state func()
 	if l.ctx.Err() != nil {
 		return fmt.Errorf("store %s: %w", l.Key, ErrLost)
 	}
+	row := [2]int64{verdict.Era, verdict.ID}
+	if err := l.resolve(ctx); err != nil {
+		return err
+	}
+	if l.resolved[row] {
+		delete(l.resolved, row)
+		return nil
+	}
 	stored, version, urgent := state()
+	d := &doubt{
+		write: cursor.Write{Key: l.Key, Epoch: l.epoch, State: stored, Life: l.Life}, verdict: verdict,
+		versions: [2]uint64{version, urgent}, settled: settled,
+	}
+	return l.settle(ctx, d, false)
+}
+
+// settle stores a verdict. Called with write held, as resolve is.
+func (l *Lease) settle(ctx context.Context, d *doubt, repeated bool) error {
 	now := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, l.manager.config.Timeout)
 	defer cancel()
-	saved, err := l.manager.store.Settle(ctx, l.manager.db, cursor.Write{Key: l.Key, Epoch: l.epoch, State: stored, Life: l.Life}, verdict)
+	saved, err := l.manager.store.Settle(ctx, l.manager.db, d.write, d.verdict, repeated)
 	if err != nil {
+		var refused *pgconn.PgError
+		switch {
+		case !errors.As(err, &refused) || refused.Severity != "ERROR":
+			l.doubt = d
+		case strings.HasPrefix(refused.Code, "22") || strings.HasPrefix(refused.Code, "23"):
+			l.doubt = nil // what it says cannot be stored, so it was not the first time
+		}
 		l.manager.config.Failed(err)
 		return err
 	}
+	l.doubt = nil
 	if !saved {
 		return l.gone()
 	}
-	settled()
-	l.mark([2]uint64{version, urgent}, now)
+	d.settled()
+	l.mark(d.versions, now)
+	return nil
+}
+
+// resolve sends the verdict again whose outcome is unknown, if there is one.
+func (l *Lease) resolve(ctx context.Context) error {
+	d := l.doubt
+	if d == nil {
+		return nil
+	}
+	if err := l.settle(ctx, d, true); err != nil {
+		return err
+	}
+	if l.resolved == nil {
+		l.resolved = map[[2]int64]bool{}
+	}
+	l.resolved[[2]int64{d.verdict.Era, d.verdict.ID}] = true
 	return nil
 }
 
@@ -826,6 +885,12 @@ func (l *Lease) Release(ctx context.Context) error {
 	}
 	l.write.Lock()
 	defer l.write.Unlock()
+	// What asked for a verdict has given up; the last position must not take it
+	// back.
+	if err := l.resolveLast(ctx); err != nil {
+		l.manager.dirty.Store(true)
+		return fmt.Errorf("release %s: %w", l.Key, err)
+	}
 	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
 	l.mu.Lock()
 	if l.source != nil {
@@ -858,6 +923,17 @@ func clean(state window.State) window.State {
 		state.Holes[i].Starts = 0
 	}
 	return state
+}
+
+// resolveLast is resolve as often as it takes.
+func (l *Lease) resolveLast(ctx context.Context) error {
+	retry := backoff.Policy{Min: 10 * time.Millisecond, Max: time.Second}
+	for try := 1; ; try++ {
+		err := l.resolve(ctx)
+		if err == nil || errors.Is(err, ErrLost) || !backoff.Wait(ctx, retry.Delay(try)) {
+			return err
+		}
+	}
 }
 
 // saveLast stores a last position, or removes a cursor that has come to its end,

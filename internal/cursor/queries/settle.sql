@@ -2,25 +2,39 @@
 -- becomes of the row: a dead letter, or a place among the deferred. Both or
 -- neither. The content does not travel.
 --
+-- When the outcome of the same statement is unknown, it is sent again unchanged.
+-- If it was carried out, the cursor has that state already, since nothing was
+-- stored in between, and the row is not settled a second time. The lock waits for
+-- one that is still at it.
+--
 -- $1 to $20 as in save.sql, of one cursor; $21 era, $22 id, $23 attempts, $24
 -- metadata instead of the row's, $25 dead, $26 error, $27 due, $28 or in so many
--- microseconds
-WITH saved AS (
+-- microseconds, $29 sent before
+WITH v AS MATERIALIZED (
+    SELECT v.* FROM unnest($2::text[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[], $7::text[], $8::bigint[], $9::text[],
+                $10::text[], $11::bigint[], $12::bigint[], $13::bigint[], $14::text[], $15::text[], $16::boolean[],
+                $17::bigint[], $18::text[], $19::text[], $20::integer[])
+        AS v (consumer_group, topic, shard, epoch, era, p, floor, step, c, top, at, at_era, holes, past, release, life_era, life, ahead, reach)
+), before AS MATERIALIZED (
+    SELECT (c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era, c.holes, c.past, c.ahead, c.reach)
+            IS NOT DISTINCT FROM (v.era, v.p::pg_snapshot::text, v.floor, v.step, v.c::pg_snapshot::text, v.top, v.at, v.at_era,
+                v.holes::jsonb, v.past::jsonb, v.ahead::jsonb, v.reach) AS same
+    FROM outbox.cursors c JOIN v ON c.consumer_group = v.consumer_group AND c.topic = v.topic AND c.shard = v.shard
+    WHERE $29::boolean AND c.epoch = v.epoch AND c.holder = $1::text
+    FOR UPDATE OF c
+), saved AS (
     UPDATE outbox.cursors c
     SET era = v.era, p = v.p::pg_snapshot, floor = v.floor, step = v.step, c = v.c::pg_snapshot, top = v.top, at = v.at,
         at_era = v.at_era, holes = v.holes::jsonb, past = v.past::jsonb, ahead = v.ahead::jsonb, reach = v.reach,
         holder = CASE WHEN v.release THEN NULL ELSE c.holder END, updated_at = now()
-    FROM unnest($2::text[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[], $7::text[], $8::bigint[], $9::text[],
-                $10::text[], $11::bigint[], $12::bigint[], $13::bigint[], $14::text[], $15::text[], $16::boolean[],
-                $17::bigint[], $18::text[], $19::text[], $20::integer[])
-        AS v (consumer_group, topic, shard, epoch, era, p, floor, step, c, top, at, at_era, holes, past, release, life_era, life, ahead, reach)
+    FROM v, (SELECT coalesce(bool_or(b.same), false) AS settled FROM before b) AS known
     WHERE c.consumer_group = v.consumer_group AND c.topic = v.topic AND c.shard = v.shard
         AND c.epoch = v.epoch AND c.holder = $1::text
         AND v.life_era = outbox.era() AND v.life = (SELECT b.life::text FROM outbox.boot b)
         -- A server that was put back to an older copy is in the same life, and has
         -- yet to do what the position says was handed out.
         AND (v.era <> outbox.era() OR pg_snapshot_xmax(coalesce(v.c, v.p)::pg_snapshot) <= pg_snapshot_xmax(pg_current_snapshot()))
-    RETURNING c.consumer_group, c.topic
+    RETURNING c.consumer_group, c.topic, known.settled
 ), row AS MATERIALIZED (
     -- Ranges of one leave the planner only the index, see holes.sql of package
     -- window.
@@ -30,6 +44,7 @@ WITH saved AS (
         WHERE m.topic = s.topic AND m.era >= $21::bigint AND m.era <= $21::bigint AND m.id >= $22::bigint AND m.id <= $22::bigint
         ORDER BY m.era, m.id OFFSET 0
     ) AS m
+    WHERE NOT s.settled
 ), dead AS (
     INSERT INTO outbox.dead_letters AS d (consumer_group, topic, key, uuid, metadata, payload, origin_era, origin_id, created_at, attempts, error)
     SELECT r.consumer_group, r.topic, r.key, r.uuid, r.metadata, r.payload, r.era, r.id, r.created_at, $23::integer, $26::text
