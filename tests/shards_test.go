@@ -498,6 +498,42 @@ func TestShardsAreChangedAgainMeanwhile(t *testing.T) {
 	divisions("5")
 }
 
+// Poolers that move a session from one server connection to another, such as
+// PgBouncer in transaction mode, take some ways to run a statement and not
+// others. Shards work in all of them.
+func TestShardsInEachQueryMode(t *testing.T) {
+	t.Parallel()
+
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+
+			f := newFixture(t)
+			db := f.pool.Config()
+			db.ConnConfig.DefaultQueryExecMode = mode
+			consumer := f.consumerOn(db, func(c *outbox.ConsumerConfig) { c.Lease = outbox.MinLease })
+			_, messages := f.subscribe(consumer, outbox.SubscriberConfig{Shards: 3, PageSize: 4}, "topic")
+			publisher := f.publisher(outbox.PublisherConfig{})
+			for shards := range 3 {
+				sent := newMessages(40)
+				for i, msg := range sent {
+					if i%3 > 0 {
+						msg.Metadata.Set(outbox.DefaultKeyMetadata, fmt.Sprint("key ", i%7))
+					}
+				}
+				require.NoError(t, publisher.Publish("topic", sent...))
+				require.ElementsMatch(t, uuids(sent), uuids(receive(t, messages, len(sent))))
+				require.NoError(t, consumer.Reshard(t.Context(), "", "topic", 4+shards))
+				require.Eventually(t, func() bool {
+					return f.number("SELECT count(*)::int FROM outbox.cursors WHERE shards = $1 AND holder IS NOT NULL", 4+shards) == 4+shards
+				}, waitFor, 5*time.Millisecond)
+			}
+		})
+	}
+}
+
 // In balance there is nothing to look for: an idle process asks no more than
 // without shards, beside a look at the others every tenth of the lease.
 func TestShardsCostLittleWhileIdle(t *testing.T) {
