@@ -43,7 +43,7 @@ func TestDeadLettersAreNotInTheWayOfReading(t *testing.T) {
 		require.NoError(t, err)
 	}
 	f.prepare(t, conn, "internal/window/queries/open.sql")
-	execute := "EXECUTE hot('topic 1', 'group', '1:1:', 0, 1000, 1000000)"
+	execute := "EXECUTE hot('topic 1', 'group', '1:1:', 0, 1000, 1000000, 0, 1)"
 	rows, err := conn.Query(t.Context(), execute, pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
 	rows.Close()
