@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
@@ -154,7 +155,7 @@ func TestRetryGivesUpOrHolds(t *testing.T) {
 	require.Eventually(t, func() bool {
 		status := consumer.Status().Subscriptions[0]
 		return status.RetryingCount == 1 && status.Retrying[0].UUID == "1" && status.Retrying[0].OrderingKey == "k" &&
-			status.Retrying[0].Attempts == 1 && status.Retrying[0].Err == context.DeadlineExceeded
+			status.Retrying[0].Attempts == 1 && errors.Is(status.Retrying[0].Err, context.DeadlineExceeded)
 	}, waitFor, time.Millisecond, "the blocked key does not show")
 	f.exec(`INSERT INTO outbox.dead_letters (consumer_group, topic, key, uuid, origin_era, origin_id, created_at, attempts, error)
 		SELECT 'hold', topic, key, uuid, era, id, created_at, 1, 'buried' FROM outbox.messages WHERE uuid = '1'`)

@@ -342,7 +342,7 @@ func (r *run) deliver(it *item) outcome {
 	if it.suspect && !r.accuse(it) {
 		return stopped
 	}
-	msg, failure, result := r.handOut(it, metadata)
+	msg, result, failure := r.handOut(it, metadata)
 	switch result {
 	case settled:
 		it.entry.Settled()
@@ -372,19 +372,19 @@ func (r *run) exhausted(it *item) bool {
 
 // handOut sends one message and waits for what becomes of it, and of a failure
 // returns why; the message is nil if its handler still has it.
-func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Message, failure error, result outcome) {
+func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Message, result outcome, failure error) {
 	if r.Slots != nil {
 		select {
 		case r.Slots <- struct{}{}:
 			defer func() { <-r.Slots }()
 		case <-r.lease.Done():
-			return nil, nil, stopped
+			return nil, stopped, nil
 		case <-r.Stop.Done():
-			return nil, nil, stopped
+			return nil, stopped, nil
 		}
 	}
 	if !r.going() {
-		return nil, nil, stopped
+		return nil, stopped, nil
 	}
 	// A handler may change its message, of which others and the next delivery
 	// have to know nothing.
@@ -397,9 +397,9 @@ func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Messag
 	select {
 	case r.Out <- msg:
 	case <-r.lease.Done():
-		return nil, nil, stopped
+		return nil, stopped, nil
 	case <-r.Stop.Done():
-		return nil, nil, stopped
+		return nil, stopped, nil
 	}
 	if !r.Valid() {
 		// It waited to be taken for longer than the lease was good.
@@ -416,7 +416,7 @@ func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Messag
 		}
 	case settled, stopped, again:
 	}
-	return msg, failure, result
+	return msg, result, failure
 }
 
 // outcome waits for a message that was taken.
