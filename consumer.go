@@ -188,6 +188,8 @@ type Consumer struct {
 	live      *live.Source
 	walProven atomic.Bool // a replication connection could be opened
 	since     time.Time
+	// alone holds a value while a message is out that may have ended a process.
+	alone chan struct{}
 
 	// background ends the watcher, the promoter and the leases' upkeep; done is closed when
 	// they have ended.
@@ -252,7 +254,7 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
 		subscribers: map[*Subscriber]struct{}{}, subscriptions: map[*subscription]struct{}{},
-		since: time.Now(), closeDone: make(chan struct{}),
+		since: time.Now(), alone: make(chan struct{}, 1), closeDone: make(chan struct{}),
 	}
 	c.background, c.stop = context.WithCancel(context.Background())
 	c.watcher = watch.New(pool, watch.Config{

@@ -137,7 +137,7 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease, status *
 	wg.Go(func() { s.read(reading, held, pages, status, logger) })
 
 	engine := delivery.Engine{
-		Policy: s.config.policy(), Out: s.out, Base: s.base, Stop: stop, Slots: s.slots,
+		Policy: s.config.policy(), Out: s.out, Base: s.base, Stop: stop, Slots: s.slots, Alone: s.consumer.alone,
 		Wrap: func(ctx context.Context, row window.Row, attempt int) context.Context {
 			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
 		},

@@ -103,6 +103,16 @@ func consume(ctx context.Context, pool *pgxpool.Pool, handle message.NoPublishHa
 	return router.Run(ctx) // until ctx ends
 }
 
+func newParallelSubscriber(consumer *outbox.Consumer, logger watermill.LoggerAdapter) (*outbox.Subscriber, error) {
+	return outbox.NewSubscriber(consumer, outbox.SubscriberConfig{
+		ConsumerGroup: "invoices",
+		Ordering:      outbox.OrderingByKey, // a key in order, keys in parallel
+		MaxInFlight:   64,
+		Shards:        8, // spread over the processes
+		Retry:         outbox.RetryConfig{MaxAttempts: 10, Mode: outbox.RetryInPlace},
+	}, logger)
+}
+
 func TestREADMEWorks(t *testing.T) {
 	t.Parallel()
 
@@ -132,6 +142,11 @@ func TestREADMEWorks(t *testing.T) {
 		}
 		return nil
 	}, nil)
+	require.NoError(t, err)
+	consumer, err := outbox.NewConsumer(pool.Config(), outbox.ConsumerConfig{}, nil)
+	require.NoError(t, err)
+	defer consumer.Close()
+	_, err = newParallelSubscriber(consumer, nil)
 	require.NoError(t, err)
 	require.Equal(t, []string{`42 {"status":"paid"}`, `42 {"status":"shipped"}`, `42 {"OrderID":"42"}`}, received)
 }

@@ -17,7 +17,8 @@ import (
 // children are what the test binary does instead of testing when it was started
 // by a test as a process of its own, by the environment variable that says so.
 var children = map[string]func() error{
-	childURL: consumeAsChild, poisonURL: handleAsPoisoned, orderURL: handleAsReplica, scheduledURL: scheduleAsChild,
+	childURL: consumeAsChild, poisonURL: handleAsPoisoned, neighbourURL: handleBesidePoison, orderURL: handleAsReplica,
+	scheduledURL: scheduleAsChild,
 }
 
 func TestMain(m *testing.M) {

@@ -67,6 +67,28 @@ func TestRetryDeferred(t *testing.T) {
 	}
 }
 
+// What somebody buries while it is with its handler does not come again, wherever
+// failures wait.
+func TestRetryDeferredOfABuriedMessage(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	retry := quick(3)
+	retry.Mode = outbox.RetryDeferred
+	subscriber, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{ConsumerGroup: "a", Retry: retry}, "topic")
+	require.NoError(t, f.publisher(outbox.PublisherConfig{}).Publish("topic", newMessages(2)...))
+	msg := nextMessage(t, messages)
+	d, _ := outbox.DeliveryFromCtx(msg.Context())
+	require.NoError(t, f.deadLetters(nil).Bury(t.Context(), "a", "topic", d.Era, d.ID, ""))
+	require.True(t, msg.Nack())
+	receive(t, messages, 1)
+	require.NoError(t, subscriber.Close())
+	require.Zero(t, f.number("SELECT count(*)::int FROM outbox.deferred"))
+	require.Equal(t, 2, f.number("SELECT count(*)::int FROM outbox.messages"))
+	require.Equal(t, []string{msg.UUID}, f.deadUUIDs(t, "a"))
+	require.Empty(t, f.holes(t, "topic"))
+}
+
 // Watermill's DelayOnError middleware puts a message off by changing its metadata
 // and letting the error through. That is honoured, with its own pauses, whatever
 // the policy is, and never early.

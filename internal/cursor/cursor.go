@@ -62,8 +62,9 @@ type Held struct {
 	State window.State
 	// Life is the life of the server that the state was read in.
 	Life window.Life
-	// Unclean says that another process held it that has died.
-	Unclean bool
+	// Before is who held it, "" if nobody did: a holder that has died, or the
+	// caller itself, which may not know of it.
+	Before string
 	// Shards is how many cursors the topic is divided among; they are numbered
 	// from Base on.
 	Shards, Base int
@@ -377,7 +378,7 @@ func scanHeld(row pgx.CollectableRow) (Held, error) {
 	var end window.Until
 	pos := &h.State.Position
 	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past, &ahead,
-		&h.State.Reach, &h.Unclean, &h.Life.Era, &boot, &current, &h.Shards, &h.Base, &until, &end.Top, &end.Era)
+		&h.State.Reach, &h.Before, &h.Life.Era, &boot, &current, &h.Shards, &h.Base, &until, &end.Top, &end.Era)
 	if err != nil {
 		return Held{}, err
 	}

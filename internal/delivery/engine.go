@@ -92,6 +92,10 @@ type Engine struct {
 	// Slots, if not nil, is shared with other engines of the subscription: what
 	// is in flight has put a value in.
 	Slots chan struct{}
+	// Alone, if not nil, is shared by all engines of the process and has room for
+	// one: the suspect that is out has put a value in, or those of others would
+	// be in flight beside it, and count if it ends the process.
+	Alone chan struct{}
 	// Wrap puts what is known of a delivery into its message's context.
 	Wrap func(ctx context.Context, row window.Row, attempt int) context.Context
 	// Reason returns why the handler of a message with such a context failed, nil
@@ -339,8 +343,15 @@ func (r *run) deliver(it *item) outcome {
 		// The last one has ended its process, or was not yet stored as the last.
 		return r.bury(it, poisoned(metadata, nil, lastAttempt), lastAttempt)
 	}
-	if it.suspect && !r.accuse(it) {
-		return stopped
+	if it.suspect {
+		leave, ok := r.alone()
+		if !ok {
+			return stopped
+		}
+		defer leave()
+		if !r.accuse(it) {
+			return stopped
+		}
 	}
 	msg, result, failure := r.handOut(it, metadata)
 	switch result {
@@ -355,6 +366,36 @@ func (r *run) deliver(it *item) outcome {
 		it.entry.Count(it.attempts-it.before, 0)
 	}
 	return stopped
+}
+
+// aloneFor is how long a suspect keeps those of other engines waiting at most:
+// what ends its process does so soon, as a rule, and its channel may be one that
+// nobody reads, or its handler a slow one.
+const aloneFor = 3 * time.Second
+
+// alone waits until no other engine of the process has a suspect out. leave lets
+// the next go, when it is stored that this one is out no more.
+func (r *run) alone() (leave func(), ok bool) {
+	if r.Alone == nil {
+		return func() {}, true
+	}
+	select {
+	case r.Alone <- struct{}{}:
+	case <-r.lease.Done():
+		return nil, false
+	case <-r.Stop.Done():
+		return nil, false
+	}
+	timer := time.AfterFunc(aloneFor, func() { <-r.Alone })
+	return func() {
+		if !timer.Stop() {
+			return
+		}
+		if r.going() {
+			_ = r.Store.Save(r.lease) // once: it must not keep the others waiting
+		}
+		<-r.Alone
+	}, true
 }
 
 // accuse stores that the row is in flight alone, so that it counts if the

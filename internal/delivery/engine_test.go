@@ -601,6 +601,56 @@ func TestSuspectsGoOutAlone(t *testing.T) {
 	})
 }
 
+// Of all engines of a process one has a suspect out, or one that ends the process
+// would take those of the others with it. One that takes its time, or that nobody
+// takes, does not keep them waiting for long.
+func TestSuspectsOfOneProcessGoOutAlone(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		alone := make(chan struct{}, 1)
+		var benches []*bench
+		for range 3 {
+			b := startAt(t, window.State{Position: at(0), Reach: 1}, true, attempts(3), func(e *delivery.Engine) { e.Alone = alone })
+			b.pages <- rows(1)
+			synctest.Wait()
+			benches = append(benches, b)
+		}
+		accused := func(b *bench) bool {
+			b.store.mu.Lock()
+			defer b.store.mu.Unlock()
+			n := len(b.store.saved)
+			return n > 0 && len(b.store.saved[n-1].Holes) > 0
+		}
+		first := benches[0].inFlight()
+		require.Len(t, first, 1)
+		require.True(t, accused(benches[0]))
+		require.Empty(t, benches[1].inFlight())
+		require.False(t, accused(benches[1]))
+		first[0].Ack()
+		second := benches[1].inFlight()
+		require.Len(t, second, 1)
+		require.False(t, accused(benches[0]), "it is out no more, and that is not stored")
+
+		time.Sleep(2 * time.Second)
+		require.Empty(t, benches[2].inFlight())
+		time.Sleep(2 * time.Second)
+		third := benches[2].inFlight()
+		require.Len(t, third, 1)
+		second[0].Ack()
+		third[0].Ack()
+		synctest.Wait()
+		require.Empty(t, alone)
+
+		b := startAt(t, window.State{Position: at(0), Reach: 1}, true, attempts(3), func(e *delivery.Engine) { e.Alone = alone })
+		alone <- struct{}{}
+		b.pages <- rows(1)
+		synctest.Wait()
+		b.stop()
+		<-b.done
+	})
+}
+
 // A suspect that only failed has not ended its process.
 func TestSuspectThatFailsCountsOnce(t *testing.T) {
 	t.Parallel()

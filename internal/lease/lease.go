@@ -127,6 +127,8 @@ type Manager struct {
 	kick chan struct{} // somebody waits, or a lease became free
 	// nudges asks for positions to be stored before it is time.
 	nudges chan struct{}
+	// known are the cursors granted since they were last released in good order.
+	known map[cursor.Key]struct{}
 
 	// Of the claiming goroutine.
 	missingReported time.Time
@@ -151,7 +153,7 @@ func New(store *cursor.Store, db DB, beatDB cursor.Querier, config Config) *Mana
 		config: config, store: store, db: db, beatDB: beatDB,
 		held: map[cursor.Key]*Lease{}, shares: map[cursor.Topic]*share{}, joined: map[cursor.Topic]int{},
 		bad: map[cursor.Key]time.Time{}, started: time.Now(),
-		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), beats: map[string]sighting{}, buried: map[string]int64{},
+		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), known: map[cursor.Key]struct{}{}, beats: map[string]sighting{}, buried: map[string]int64{},
 	}
 }
 
@@ -580,15 +582,23 @@ func (m *Manager) grant(h cursor.Held, lapses int64) {
 	}
 	ctx, lose := context.WithCancelCause(context.Background())
 	lease := &Lease{
-		Key: h.Key, Start: h.State, Life: h.Life, Shards: h.Shards, Base: h.Base, Until: h.Until, Unclean: h.Unclean,
+		Key: h.Key, Start: h.State, Life: h.Life, Shards: h.Shards, Base: h.Base, Until: h.Until, Unclean: m.unclean(h),
 		manager: m, seat: seat, epoch: h.Epoch, granted: time.Now(), ctx: ctx, lose: lose, recalled: make(chan struct{}), savedAt: time.Now(),
 	}
 	m.held[h.Key] = lease
+	m.known[h.Key] = struct{}{}
 	seat.leases, seat.granted, seat.since = append(seat.leases, lease), append(seat.granted, lease), time.Now()
 	select {
 	case seat.ready <- struct{}{}:
 	default:
 	}
+}
+
+// unclean reports whether the cursor's last holder has died: another process, or
+// one before a claim of this one's whose answer was lost, or could not be used.
+func (m *Manager) unclean(h cursor.Held) bool {
+	_, known := m.known[h.Key]
+	return h.Before != "" && (h.Before != m.store.Holder() || !known)
 }
 
 // sweep gives up what the table says the process holds and nobody in it holds or
@@ -912,6 +922,9 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w: it is no longer ours", l.Key, ErrLost)
 	}
+	l.manager.mu.Lock()
+	defer l.manager.mu.Unlock()
+	delete(l.manager.known, l.Key)
 	return nil
 }
 

@@ -42,5 +42,5 @@ FROM free
 WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shard = free.shard
 RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
     c.holes::text, c.past::text, c.ahead::text,
-    free.reach, coalesce(free.holder <> $1::text, false), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text,
+    free.reach, coalesce(free.holder, ''), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text,
     c.shards, c.base, c.until::text, c.until_top, c.until_era

@@ -58,6 +58,8 @@ WITH v AS MATERIALIZED (
     INSERT INTO outbox.deferred (due_at, topic, key, uuid, metadata, payload, target_group, attempt, origin_era, origin_id)
     SELECT coalesce($27::timestamptz, clock_timestamp() + $28::bigint * interval '1 microsecond'),
         r.topic, r.key, r.uuid, r.metadata, r.payload, r.consumer_group, $23::integer, r.era, r.id
-    FROM row r WHERE NOT $25::boolean
+    FROM row r WHERE NOT $25::boolean AND NOT EXISTS (
+        SELECT FROM outbox.dead_letters b -- somebody buried it
+        WHERE b.consumer_group = r.consumer_group AND b.origin_era = r.era AND b.origin_id = r.id)
 )
 SELECT EXISTS (SELECT FROM saved)
