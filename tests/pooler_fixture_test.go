@@ -43,6 +43,7 @@ type pooler struct {
 	running    sync.WaitGroup
 	background context.Context //nolint:containedctx // the pooler's own lifetime
 	stop       context.CancelFunc
+	closing    sync.Once
 
 	mu      sync.Mutex
 	clients map[uint32]*poolerClient
@@ -79,7 +80,10 @@ func newPooler(t testing.TB, serverURL string, conns int, discard bool) *pooler 
 	return p
 }
 
-func (p *pooler) close() {
+// close cuts all connections and refuses further ones.
+func (p *pooler) close() { p.closing.Do(p.cut) }
+
+func (p *pooler) cut() {
 	p.stop()
 	_ = p.listener.Close()
 	p.mu.Lock()
