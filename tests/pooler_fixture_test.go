@@ -124,6 +124,13 @@ func (p *pooler) accept() {
 	}
 }
 
+// seen returns how many clients there have been.
+func (p *pooler) seen() uint32 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.lastPID
+}
+
 // cancel passes on a client's wish to end its statement.
 func (p *pooler) cancel(pid uint32) {
 	p.mu.Lock()

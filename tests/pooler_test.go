@@ -498,6 +498,44 @@ func TestPoolerStatementThatStalls(t *testing.T) {
 	}, waitFor, 5*time.Millisecond, "a transaction was left behind")
 }
 
+// A statement that fails leaves a transaction that can only be rolled back. That
+// is done at once: until then the pooler keeps a connection for it. And no
+// connection is lost by it.
+func TestPoolerStatementThatFails(t *testing.T) {
+	t.Parallel()
+
+	p := newPooled(t)
+	consumer, book := p.loggedConsumer(p.config(), func(c *outbox.ConsumerConfig) {
+		byTransaction(c)
+		c.Lease = 3 * time.Second
+	})
+	_, messages := p.subscribe(consumer, outbox.SubscriberConfig{}, "topic")
+	publisher := p.publisher(outbox.PublisherConfig{})
+	sent := newMessages(3)
+	require.NoError(t, publisher.Publish("topic", sent...))
+	requireNext(t, messages, sent[0])
+	p.exec(`CREATE FUNCTION outbox.refuse() RETURNS trigger LANGUAGE plpgsql AS $body$ BEGIN RAISE EXCEPTION 'refused'; END $body$`)
+	for table, says := range map[string]string{"cursors": "Cannot store positions", "processes": "Cannot renew the lease"} {
+		var clients uint32
+		if p.pooler != nil {
+			clients = p.pooler.seen()
+		}
+		p.exec("CREATE TRIGGER refuse BEFORE UPDATE ON outbox." + table + " FOR EACH ROW EXECUTE FUNCTION outbox.refuse()")
+		if table == "cursors" {
+			requireNext(t, messages, sent[1])
+		}
+		for n := 1; n <= 3; n++ {
+			require.ErrorContains(t, book.await(t, n, says)[n-1].Err, "refused")
+			require.Zero(t, p.number(`SELECT count(*)::int FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle in transaction (aborted)'`))
+		}
+		p.exec("DROP TRIGGER refuse ON outbox." + table)
+		if p.pooler != nil && table == "cursors" {
+			require.LessOrEqual(t, p.pooler.seen(), clients+outbox.DefaultMaxConns, "connections were lost") // a pool may grow
+		}
+	}
+	requireNext(t, messages, sent[2])
+}
+
 // Who does not say that there is a pooler is told of the setting, and what needs
 // a direct connection is refused before any is made.
 func TestPoolerIsAsked(t *testing.T) {
