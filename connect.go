@@ -18,7 +18,8 @@ import (
 )
 
 // sessionSettings are what a reader's session needs. They are sent with the
-// connection's start, so a database's or a role's own defaults do not count.
+// connection's start, so a database's or a role's own defaults do not count;
+// behind a transaction pooler each transaction brings them, see pooler.go.
 var sessionSettings = map[string]string{
 	// A policy is an error and not a silent gap.
 	"row_security": "off",
@@ -49,16 +50,24 @@ func consumerPool(db *pgxpool.Config, config ConsumerConfig) *pgxpool.Config {
 	if params == nil {
 		params = map[string]string{}
 	}
-	maps.Copy(params, sessionSettings)
+	if !config.TransactionPooler {
+		maps.Copy(params, sessionSettings)
+	}
 	if params["application_name"] == "" {
 		params["application_name"] = "watermill-outbox"
 	}
 	pool.ConnConfig.RuntimeParams = params
 	if pool.ConnConfig.ValidateConnect == nil {
-		// A host that became a standby, or one of several, is no use.
+		// A host that became a standby, or one of several, is no use. The answer
+		// of a transaction pooler is that of one of its connections, which is what
+		// a list of several poolers is chosen by.
 		pool.ConnConfig.ValidateConnect = requireReadWrite
 	}
-	pool.AfterConnect = commitLocally(pool.AfterConnect)
+	if config.TransactionPooler {
+		withoutSession(pool)
+	} else {
+		pool.AfterConnect = commitLocally(pool.AfterConnect)
+	}
 	return pool
 }
 
@@ -132,8 +141,8 @@ SELECT pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, cu
 FROM pg_catalog.pg_namespace n WHERE n.nspname = $1::text`
 
 // checkConsumer refuses an installation that would not deliver.
-func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, logger watermill.LoggerAdapter) error {
-	row := schema.PgxRow(pool)
+func checkConsumer(ctx context.Context, db schema.Querier, schemaName string, logger watermill.LoggerAdapter) error {
+	row := schema.PgxRow(db)
 	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {
 		return err
 	}
@@ -158,7 +167,7 @@ func checkConsumer(ctx context.Context, pool *pgxpool.Pool, schemaName string, l
 	if hidden {
 		return fmt.Errorf("schema %q, role %q: %w", schemaName, role, ErrRowSecurity)
 	}
-	differences, err := schema.Check(ctx, pool, schema.Config{Name: schemaName})
+	differences, err := schema.Check(ctx, db, schema.Config{Name: schemaName})
 	if err != nil {
 		return err
 	}
@@ -180,6 +189,9 @@ type reservedConn struct {
 	// limit bounds the making of the connection; 0 leaves that to the statement's
 	// context.
 	limit time.Duration
+	// transactions says that it leads to a transaction pooler: each statement
+	// brings its settings.
+	transactions bool
 	// reset, from any goroutine, asks for another connection.
 	reset atomic.Bool
 
@@ -205,7 +217,7 @@ func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.
 			return nil, ctx.Err() // it is there for the next
 		}
 	}
-	rows, err := r.conn.Query(ctx, sql, args...)
+	rows, err := r.query(ctx, sql, args)
 	if err != nil && ctx.Err() == nil && r.used && pgconn.SafeToRetry(err) {
 		// It broke while nobody used it, and the server has seen nothing of this.
 		r.close()
@@ -217,6 +229,14 @@ func (r *reservedConn) Query(ctx context.Context, sql string, args ...any) (pgx.
 	}
 	r.last, r.used = rows, true
 	return rows, nil
+}
+
+// query runs a statement on the connection that there is.
+func (r *reservedConn) query(ctx context.Context, sql string, args []any) (pgx.Rows, error) {
+	if r.transactions {
+		return queryInTransaction(ctx, r.conn, func() {}, sql, args)
+	}
+	return r.conn.Query(ctx, sql, args...)
 }
 
 // connectInTime is connect with a limit of its own, if there is one: a short one

@@ -70,8 +70,22 @@ type ConsumerConfig struct {
 
 	// Mode says where new messages are found: in the write-ahead log when that
 	// is possible (ModeAuto), or by polling alone (ModePoll). Defaults to
-	// ModeAuto.
+	// ModeAuto, and with TransactionPooler to ModePoll.
 	Mode Mode
+
+	// TransactionPooler says that the pool configuration leads to a pooler that
+	// lends its connections to the server for one transaction each, such as
+	// PgBouncer with pool_mode=transaction. The Consumer then keeps nothing in its
+	// sessions: each statement runs in a transaction of its own that brings the
+	// settings it needs, still in one round trip. The server plans every statement
+	// anew and answers as text, so the same work costs it, and this process, more
+	// than through a direct connection. The WAL cannot be read through a pooler:
+	// Mode is ModePoll. Hooks of the pool configuration that set something for the
+	// session are the caller's to leave out, as are start parameters that the
+	// pooler refuses. The pooler must lend as many connections as are busy at once,
+	// the lease's among them, which is lost when none comes in time. Defaults to
+	// false: every connection is a session of its own on the server.
+	TransactionPooler bool
 
 	// MaxConns is the most connections this process uses for consuming,
 	// however many subscribers hang on the Consumer; one of them is reserved
@@ -127,6 +141,9 @@ type ConsumerConfig struct {
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.Schema = cmp.Or(c.Schema, schema.DefaultName)
+	if c.TransactionPooler {
+		c.Mode = cmp.Or(c.Mode, ModePoll)
+	}
 	c.Mode = cmp.Or(c.Mode, ModeAuto)
 	c.MaxConns = cmp.Or(c.MaxConns, DefaultMaxConns)
 	c.LiveBytes = cmp.Or(c.LiveBytes, DefaultLiveBytes)
@@ -145,6 +162,9 @@ func (c ConsumerConfig) validate() error {
 	switch {
 	case c.Mode != ModeAuto && c.Mode != ModePoll && c.Mode != ModeWAL:
 		return fmt.Errorf("outbox: ConsumerConfig.Mode must be %q, %q or %q, is %q", ModeAuto, ModePoll, ModeWAL, c.Mode)
+	case c.TransactionPooler && c.Mode != ModePoll:
+		return fmt.Errorf("outbox: ConsumerConfig.Mode must be %q with TransactionPooler, is %q: the WAL is read through a replication connection, "+
+			"which no transaction pooler carries; poll, or connect the Consumer to the server directly", ModePoll, c.Mode)
 	case c.LiveBytes < MinLiveBytes:
 		return fmt.Errorf("outbox: ConsumerConfig.LiveBytes must be at least %d, is %d", MinLiveBytes, c.LiveBytes)
 	case c.MaxSlotWAL < MinMaxSlotWAL:
@@ -173,7 +193,9 @@ type Consumer struct {
 	config ConsumerConfig
 	logger watermill.LoggerAdapter
 	pool   *pgxpool.Pool
-	beat   *reservedConn
+	// db is what the statements run on: the pool, in one way or another.
+	db   database
+	beat *reservedConn
 	// prepare is the user's hook before a connection is made, or nil.
 	prepare func(context.Context, *pgx.ConnConfig) error
 	gate    *gate
@@ -244,28 +266,32 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	if err != nil {
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}
-	if err := checkConsumer(ctx, pool, config.Schema, logger); err != nil {
+	statements := databaseOn(pool, config)
+	if err := checkConsumer(ctx, statements, config.Schema, logger); err != nil {
 		pool.Close()
+		if sqlState(err) == stateProtocol && !config.TransactionPooler {
+			return nil, fmt.Errorf("outbox: new consumer: %w (if this is a transaction pooler, such as PgBouncer, set ConsumerConfig.TransactionPooler)", err)
+		}
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}
 	c := &Consumer{
-		config: config, logger: logger, pool: pool, prepare: prepare, gate: gate,
-		beat:        &reservedConn{config: beatConfig},
+		config: config, logger: logger, pool: pool, db: statements, prepare: prepare, gate: gate,
+		beat:        &reservedConn{config: beatConfig, transactions: config.TransactionPooler},
 		queries:     window.NewQueries(config.Schema),
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
 		subscribers: map[*Subscriber]struct{}{}, subscriptions: map[*subscription]struct{}{},
 		since: time.Now(), alone: make(chan struct{}, 1), closeDone: make(chan struct{}),
 	}
 	c.background, c.stop = context.WithCancel(context.Background())
-	c.watcher = watch.New(pool, watch.Config{
+	c.watcher = watch.New(statements, watch.Config{
 		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 		Shared: func() (groups, topics []string) { return c.leases.Shared() },
 		Free:   func() { c.leases.Stir() },
 	})
-	c.promoter = promote.New(pool, promote.Config{
+	c.promoter = promote.New(statements, promote.Config{
 		Schema: config.Schema, Interval: promoteShare * config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 	})
-	c.leases = lease.New(c.store, pool, c.beat, lease.Config{
+	c.leases = lease.New(c.store, statements, c.beat, lease.Config{
 		Duration: config.Lease, Claim: claimInterval,
 		Checkpoint: config.CheckpointInterval, IdleCheckpoint: idleCheckpoint,
 		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,

@@ -156,6 +156,7 @@ const (
 	statePrivilege      = "42501" // insufficient_privilege
 	stateAborted        = "25P02" // in_failed_sql_transaction
 	stateFeature        = "0A000" // feature_not_supported
+	stateProtocol       = "08P01" // protocol_violation, and all of PgBouncer's own errors
 )
 
 // explain adds to a server's error what to do about it.

@@ -58,7 +58,7 @@ const (
 func (c *Consumer) newSource() *live.Source {
 	return live.New(live.Config{
 		Schema: c.config.Schema, Publication: schema.PublicationName(c.config.Schema),
-		Connect: c.connectStream, Barrier: c.barrier, DB: c.pool, Problems: c.walProblems,
+		Connect: c.connectStream, Barrier: c.barrier, DB: c.db, Problems: c.walProblems,
 		Tick: min(c.config.PollInterval, liveTick), Lag: maxLag,
 		Bytes: c.config.LiveBytes, MaxPinned: c.config.MaxSlotWAL,
 		Timeout: min(c.config.QueryTimeout, barrierTimeout), Failed: c.failed, Logger: c.logger,
@@ -96,7 +96,7 @@ func (c *Consumer) connectStream(ctx context.Context, options replication.Connec
 func (c *Consumer) walProblems(ctx context.Context) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.config.QueryTimeout)
 	defer cancel()
-	differences, err := schema.CheckLive(ctx, c.pool, schema.Config{Name: c.config.Schema})
+	differences, err := schema.CheckLive(ctx, c.db, schema.Config{Name: c.config.Schema})
 	if err != nil {
 		return nil, err
 	}

@@ -173,9 +173,9 @@ func (r *reading) page(ctx context.Context, limit time.Duration) (page window.Pa
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	if len(r.holes) > 0 {
-		return r.reader.Holes(ctx, r.consumer.pool, r.holes)
+		return r.reader.Holes(ctx, r.consumer.db, r.holes)
 	}
-	page, err = r.reader.Next(ctx, r.consumer.pool, r.pos)
+	page, err = r.reader.Next(ctx, r.consumer.db, r.pos)
 	return page, nil, err
 }
 

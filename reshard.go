@@ -36,7 +36,7 @@ func (c *Consumer) Reshard(ctx context.Context, group, topic string, shards int)
 	ctx, cancel := context.WithTimeout(ctx, c.config.QueryTimeout)
 	defer cancel()
 	of := cursor.Topic{Group: cmp.Or(group, DefaultConsumerGroup), Topic: topic}
-	err := c.store.Reshard(ctx, c.pool, of, shards)
+	err := c.store.Reshard(ctx, c.db, of, shards)
 	switch {
 	case errors.Is(err, cursor.ErrUnknown):
 		return fmt.Errorf("%w: group %q, topic %q", ErrUnknownGroup, of.Group, topic)

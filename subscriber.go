@@ -225,7 +225,7 @@ func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
-	shards, err := s.consumer.store.Ensure(ctx, s.consumer.pool, s.key(topic), s.config.Shards, s.config.StartFrom == StartLatest)
+	shards, err := s.consumer.store.Ensure(ctx, s.consumer.db, s.key(topic), s.config.Shards, s.config.StartFrom == StartLatest)
 	if err != nil {
 		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
 	}

@@ -112,11 +112,11 @@ func (s *subscription) recreate(stop context.Context, held *lease.Lease) {
 func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) error {
 	ctx, cancel := context.WithTimeout(stop, s.consumer.config.QueryTimeout)
 	defer cancel()
-	now, err := s.consumer.queries.Now(ctx, s.consumer.pool)
+	now, err := s.consumer.queries.Now(ctx, s.consumer.db)
 	if err != nil || now.Life == held.Life {
 		return err
 	}
-	_, err = s.consumer.store.Ensure(ctx, s.consumer.pool, s.key, held.Shards, false)
+	_, err = s.consumer.store.Ensure(ctx, s.consumer.db, s.key, held.Shards, false)
 	return err
 }
 
