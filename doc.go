@@ -50,12 +50,19 @@
 // [Consumer.Status] for what it does now. A Subscriber is one per consumer group
 // and costs next to nothing.
 //
-// Within a group a topic is delivered strictly in order: one message is in
-// flight, the next follows its Ack, and a Nack brings the same message again
-// after a pause that grows ([RetryConfig]). Any number of processes may subscribe;
-// one of them has the topic, another takes over when it closes, or when it has
-// been out of touch for [ConsumerConfig].Lease. What is known of a message
-// beside its content is in [DeliveryFromCtx].
+// Within a group a topic is delivered strictly in order by default: one message is
+// in flight, the next follows its Ack, and a Nack brings the same message again
+// after a pause that grows. [Ordering] lets keys, or all messages, go in parallel,
+// [RetryConfig] bounds attempts and says where a message waits that failed; what
+// has no attempts left is a dead letter ([DeadLetters]). Any number of processes
+// may subscribe; one of them has the topic, or a shard of it
+// ([SubscriberConfig].Shards), another takes over when it closes, or when it has
+// been out of touch for [ConsumerConfig].Lease. What is known of a message beside
+// its content is in [DeliveryFromCtx]. docs/delivery.md tells more.
+//
+// A message with Watermill's delay waits in a table of its own and takes its place
+// in the order when it is due; it holds up neither its key nor its topic. Watermill
+// writes whole seconds, so its delays end up to a second early.
 //
 // A Subscriber never closes its channel because of a passing failure: it waits,
 // connects again and goes on, also across crashes and failovers of the server.
