@@ -341,9 +341,9 @@ func TestPoolerConnectionsAreEnded(t *testing.T) {
 	wg.Go(func() {
 		for backoff.Wait(writing, time.Duration(50+random.IntN(100))*time.Millisecond) {
 			var active bool
-			err := p.pool.QueryRow(context.WithoutCancel(writing), `SELECT state = 'active' FROM (
+			err := p.pool.QueryRow(context.WithoutCancel(writing), `SELECT coalesce(state = 'active', false) FROM (
 				SELECT pid, state FROM pg_stat_activity WHERE datname = current_database() AND application_name = ANY ($1)
-				ORDER BY state = 'active' DESC, random() LIMIT 1) s WHERE pg_terminate_backend(pid)`, []string{poolerName, "watermill-outbox"}).Scan(&active)
+				ORDER BY coalesce(state, '') = 'active' DESC, random() LIMIT 1) s WHERE pg_terminate_backend(pid)`, []string{poolerName, "watermill-outbox"}).Scan(&active)
 			switch {
 			case errors.Is(err, pgx.ErrNoRows):
 			case !assert.NoError(t, err):
