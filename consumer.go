@@ -78,8 +78,9 @@ type ConsumerConfig struct {
 	// PgBouncer with pool_mode=transaction. The Consumer then keeps nothing in its
 	// sessions: each statement runs in a transaction of its own that brings the
 	// settings it needs, still in one round trip. The server plans every statement
-	// anew and answers as text, so the same work costs it, and this process, more
-	// than through a direct connection. The WAL cannot be read through a pooler:
+	// anew, which takes it some milliseconds each, and answers as text: small pages
+	// and short poll intervals cost it much more than through a direct connection
+	// (see docs/modes.md). The WAL cannot be read through a pooler:
 	// Mode is ModePoll. Hooks of the pool configuration that set something for the
 	// session are the caller's to leave out, as are start parameters that the
 	// pooler refuses. The pooler must lend as many connections as are busy at once,
