@@ -82,9 +82,9 @@ func TestLateRowsBesideABulkLoadAreReadByTransaction(t *testing.T) {
 		require.NoError(t, err)
 		_, err = conn.Exec(t.Context(), fmt.Sprintf("SET plan_cache_mode = %s; SET jit = off; SET enable_seqscan = off; SET enable_bitmapscan = off", mode))
 		require.NoError(t, err)
-		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint) AS "+f.sql(string(content)))
+		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint, integer, integer) AS "+f.sql(string(content)))
 		require.NoError(t, err)
-		rows, err := conn.Query(t.Context(), fmt.Sprintf("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) EXECUTE open ('topic', 'group', '%s', %d, 1000, 1000000)",
+		rows, err := conn.Query(t.Context(), fmt.Sprintf("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) EXECUTE open ('topic', 'group', '%s', %d, 1000, 1000000, 0, 1)",
 			before.Snapshot, before.Top), pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
