@@ -35,10 +35,21 @@ type fixture struct {
 	pool *pgxpool.Pool
 }
 
+// installed is a database with the tables in it.
+var installed = &pgtest.Original{Prepare: func(ctx context.Context, url string) error {
+	pool, err := pgxpool.New(ctx, url)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	return schema.Migrate(ctx, pool, schema.Config{Name: oddSchema})
+}}
+
 // newFixture creates a database with the tables in it.
 func newFixture(t testing.TB) *fixture {
 	t.Helper()
-	return fixtureAt(t, pgtest.Database(t))
+	url := pgtest.DatabaseLike(t, installed)
+	return &fixture{t: t, url: url, pool: pgtest.Pool(t, url)}
 }
 
 func fixtureAt(t testing.TB, url string) *fixture {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,10 +27,52 @@ func Database(t testing.TB) string {
 // the database is left to go with the server's folder.
 func DatabaseOn(t testing.TB, s *Server) string {
 	t.Helper()
+	return databaseOn(t, s, "")
+}
+
+// DatabaseLike is Database, and a copy of what prepare has made of another one,
+// for which it is called once on each server: many copies cost less than as many
+// preparations. It is given a URL, and leaves no connection behind. On a server
+// that was not started by this process, where the original would be left behind,
+// prepare is called for each.
+func DatabaseLike(t testing.TB, original *Original) string {
+	t.Helper()
+	s := Shared(t)
+	if !s.Owned() {
+		url := DatabaseOn(t, s)
+		if err := original.Prepare(t.Context(), url); err != nil {
+			t.Fatalf("pgtest: prepare a database: %v", err)
+		}
+		return url
+	}
+	original.once.Do(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), cleanupTimeout)
+		defer cancel()
+		original.name = databaseName("original")
+		original.err = errors.Join(createDatabase(ctx, s, original.name, ""), original.Prepare(ctx, s.URLFor(original.name)))
+	})
+	if original.err != nil {
+		t.Fatalf("pgtest: prepare a database: %v", original.err)
+	}
+	return databaseOn(t, s, original.name)
+}
+
+// Original is a database that others are copies of. Safe for concurrent use.
+type Original struct {
+	// Prepare makes of an empty database what is to be copied.
+	Prepare func(ctx context.Context, url string) error
+
+	once sync.Once
+	name string
+	err  error
+}
+
+func databaseOn(t testing.TB, s *Server, original string) string {
+	t.Helper()
 	name := databaseName(t.Name())
 	ctx, cancel := context.WithTimeout(t.Context(), cleanupTimeout)
 	defer cancel()
-	if err := createDatabase(ctx, s, name); err != nil {
+	if err := createDatabase(ctx, s, name, original); err != nil {
 		t.Fatalf("pgtest: create database %s: %v", name, err)
 	}
 	t.Cleanup(func() {
@@ -62,11 +105,15 @@ func databaseName(test string) string {
 	return fmt.Sprintf("%.40s_%s", readable, strings.ToLower(rand.Text()[:16]))
 }
 
-func createDatabase(ctx context.Context, s *Server, name string) error {
+// createDatabase makes a copy of original, "" for an empty one.
+func createDatabase(ctx context.Context, s *Server, name, original string) error {
 	return withConn(ctx, s.URL(), func(admin *pgx.Conn) error {
 		sql := "CREATE DATABASE " + pgx.Identifier{name}.Sanitize()
 		// Copying files needs checkpoints, which are cheap without fsync and
 		// leave it at a third of the default strategy's time.
+		if original != "" {
+			sql += " TEMPLATE " + pgx.Identifier{original}.Sanitize()
+		}
 		if s.Owned() && majorVersion(admin.PgConn()) >= 15 {
 			sql += " STRATEGY file_copy"
 		}

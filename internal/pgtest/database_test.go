@@ -89,3 +89,24 @@ func TestDatabaseName(t *testing.T) {
 	require.LessOrEqual(t, len(name), 63)
 	require.NotEqual(t, databaseName("TestX"), databaseName("TestX"))
 }
+
+// Many tests want the same to begin with: it is made once, and each has a copy.
+func TestDatabaseLike(t *testing.T) {
+	t.Parallel()
+
+	prepared := 0
+	original := &Original{Prepare: func(ctx context.Context, url string) error {
+		prepared++
+		return withConn(ctx, url, func(conn *pgx.Conn) error {
+			_, err := conn.Exec(ctx, "CREATE TABLE mine (n int); INSERT INTO mine VALUES (1)")
+			return err
+		})
+	}}
+	one, two := DatabaseLike(t, original), DatabaseLike(t, original)
+	require.NotEqual(t, one, two)
+	run(t, one, "DELETE FROM mine")
+	require.Equal(t, 1, query[int](t, two, "SELECT count(*)::int FROM mine"))
+	if Shared(t).Owned() {
+		require.Equal(t, 1, prepared)
+	}
+}
