@@ -38,7 +38,7 @@ func latencyScenario(ctx context.Context, b *bench) error {
 	}
 	_, err = b.rounds(ctx, metric+", p50",
 		contender{"commit", turn(&alone, nil)},
-		contender{"bare", turn(&bare, openBare(d))},
+		contender{"bare", turn(&bare, openBare(d, 0))},
 		contender{"WAL", turn(&wal, wal.open(d, outbox.ModeWAL))},
 		contender{"polling", turn(&poll, poll.open(d, outbox.ModePoll))})
 	if err != nil {
@@ -73,10 +73,10 @@ type latencies struct {
 // with each payload in one goroutine, and fail when what comes ends early.
 type opener func(ctx context.Context, handle func(payload []byte), fail func(error)) (close func() error, err error)
 
-// openBare lets a bare stream receive.
-func openBare(d *database) opener {
+// openBare lets a bare stream receive, which pauses before it reads again.
+func openBare(d *database, pause time.Duration) opener {
 	return func(ctx context.Context, handle func([]byte), fail func(error)) (func() error, error) {
-		stream, err := openBareStream(ctx, d.url(), 0)
+		stream, err := openBareStream(ctx, d.url(), pause)
 		if err != nil {
 			return nil, err
 		}

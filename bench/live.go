@@ -172,21 +172,12 @@ func compareLive(ctx context.Context, b *bench, d *database, metric string, load
 	results, err := b.rounds(ctx, metric,
 		contender{"bare", func(ctx context.Context) (float64, error) {
 			m := newMeter()
-			stream, err := openBareStream(ctx, d.url(), bareReadPause)
+			closeIt, err := openBare(d, bareReadPause)(ctx, func([]byte) { m.row() }, m.fail)
 			if err != nil {
 				return 0, err
 			}
-			reading, stop := context.WithCancel(ctx)
-			defer stop()
-			ended := make(chan struct{})
-			go func() {
-				defer close(ended)
-				m.fail(stream.read(reading, func(bareStreamRow) { m.row() }))
-			}()
 			rate, err := load(ctx, m)
-			stop()
-			<-ended
-			return rate, errors.Join(err, stream.close(ctx))
+			return rate, errors.Join(err, closeIt())
 		}},
 		contender{"outbox", func(ctx context.Context) (float64, error) {
 			m := newMeter()

@@ -110,7 +110,6 @@ func (k *keyedBacklog) handle(ctx context.Context, ordering outbox.Ordering, poi
 	if err != nil {
 		return 0, err
 	}
-	defer func() { _ = subscriber.Close() }() // always nil
 	messages, err := subscriber.Subscribe(ctx, "orders")
 	if err != nil {
 		return 0, err

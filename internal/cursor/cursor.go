@@ -29,6 +29,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/millrace/watermill-outbox/internal/metadata"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
 )
@@ -332,9 +333,10 @@ func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict,
 // maxErrorBytes bounds what is stored of an error.
 const maxErrorBytes = 16 << 10
 
-// storable returns the text as PostgreSQL can store it.
+// storable returns the text of an error as PostgreSQL can store it, and not too
+// long.
 func storable(text string) string {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
+	text = metadata.Storable(text)
 	if len(text) > maxErrorBytes {
 		text = strings.ToValidUTF8(text[:maxErrorBytes], "") + " …"
 	}

@@ -325,7 +325,7 @@ func (r *run) done(it *item, result outcome) {
 
 // deliver hands out one item, and sees to what becomes of it.
 func (r *run) deliver(it *item) outcome {
-	if it.attempts > it.before && it.attempts > 0 {
+	if it.attempts > it.before {
 		switch buried, err := r.Store.Buried(r.lease, it.row); {
 		case err != nil:
 			r.Logger.Error("Cannot see whether a message was buried meanwhile; it is delivered", err, r.fields(it))

@@ -2,7 +2,6 @@ package delivery
 
 import (
 	"maps"
-	"strings"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -50,7 +49,7 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 		verdict.Due = due
 		original[delay.DelayedUntilKey] = msg.Metadata.Get(delay.DelayedUntilKey)
 		if pause := msg.Metadata.Get(delay.DelayedForKey); pause != "" {
-			original[delay.DelayedForKey] = storable(pause)
+			original[delay.DelayedForKey] = metadata.Storable(pause)
 		}
 		verdict.Metadata = metadata.Append(nil, original)
 	}
@@ -79,23 +78,17 @@ func delayedAnew(original map[string]string, msg *message.Message) (due time.Tim
 }
 
 // poisoned returns the metadata of a dead letter: the message's own, with the
-// keys of Watermill's poison queue.
+// keys of Watermill's poison queue. Errors quote any bytes.
 func poisoned(original map[string]string, msg *message.Message, reason string) map[string]string {
 	dead := maps.Clone(original)
-	dead[reasonForPoisonedKey] = storable(reason)
+	dead[reasonForPoisonedKey] = metadata.Storable(reason)
 	if msg != nil {
 		ctx := msg.Context()
-		dead[poisonedTopicKey] = storable(message.SubscribeTopicFromCtx(ctx))
-		dead[poisonedHandlerKey] = storable(message.HandlerNameFromCtx(ctx))
-		dead[poisonedSubscriberKey] = storable(message.SubscriberNameFromCtx(ctx))
+		dead[poisonedTopicKey] = metadata.Storable(message.SubscribeTopicFromCtx(ctx))
+		dead[poisonedHandlerKey] = metadata.Storable(message.HandlerNameFromCtx(ctx))
+		dead[poisonedSubscriberKey] = metadata.Storable(message.SubscriberNameFromCtx(ctx))
 	}
 	return dead
-}
-
-// storable returns what a handler said as text that metadata can hold: errors
-// quote any bytes.
-func storable(text string) string {
-	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 }
 
 // bury makes a dead letter of an item. Metadata nil means that it stays as it is,

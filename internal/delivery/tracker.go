@@ -10,12 +10,10 @@ import (
 
 const (
 	// minReach is how many rows may go beyond the stored position to begin with,
-	// maxReach how many at most.
-	minReach = cursorReach
+	// which is what taking a cursor adds to its reach (claim.sql of package
+	// cursor), maxReach how many at most.
+	minReach = 64
 	maxReach = 4096
-	// cursorReach is what taking a cursor adds to its reach, see
-	// internal/cursor/queries/claim.sql.
-	cursorReach = 64
 )
 
 // Tracker holds the state to be stored: how far the acks are, and the holes.

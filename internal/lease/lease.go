@@ -102,8 +102,10 @@ type Manager struct {
 	// beatDB is a connection of its own, so that a busy pool costs no lease.
 	beatDB cursor.Querier
 
-	mu     sync.Mutex
-	held   map[cursor.Key]*Lease
+	mu   sync.Mutex
+	held map[cursor.Key]*Lease
+	// known are the cursors granted since they were last released in good order.
+	known  map[cursor.Key]struct{}
 	shares map[cursor.Topic]*share
 	closed bool
 	// joined is what the table says of the process's seats, or unknown.
@@ -127,8 +129,6 @@ type Manager struct {
 	kick chan struct{} // somebody waits, or a lease became free
 	// nudges asks for positions to be stored before it is time.
 	nudges chan struct{}
-	// known are the cursors granted since they were last released in good order.
-	known map[cursor.Key]struct{}
 
 	// Of the claiming goroutine.
 	missingReported time.Time
@@ -151,9 +151,9 @@ type sighting struct {
 func New(store *cursor.Store, db DB, beatDB cursor.Querier, config Config) *Manager {
 	return &Manager{
 		config: config, store: store, db: db, beatDB: beatDB,
-		held: map[cursor.Key]*Lease{}, shares: map[cursor.Topic]*share{}, joined: map[cursor.Topic]int{},
+		held: map[cursor.Key]*Lease{}, known: map[cursor.Key]struct{}{}, shares: map[cursor.Topic]*share{}, joined: map[cursor.Topic]int{},
 		bad: map[cursor.Key]time.Time{}, started: time.Now(),
-		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), known: map[cursor.Key]struct{}{}, beats: map[string]sighting{}, buried: map[string]int64{},
+		kick: make(chan struct{}, 1), nudges: make(chan struct{}, 1), beats: map[string]sighting{}, buried: map[string]int64{},
 	}
 }
 

@@ -29,6 +29,12 @@ func Append(dst []byte, m map[string]string) []byte {
 	return append(dst, '}')
 }
 
+// Storable returns a text of any bytes as one that can be a value: U+FFFD stands
+// for what PostgreSQL cannot store.
+func Storable(text string) string {
+	return strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
+}
+
 func appendString(dst []byte, s string) []byte {
 	dst = append(dst, '"')
 	start := 0
