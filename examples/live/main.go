@@ -26,9 +26,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"os/signal"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -36,7 +34,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/examples/internal/database"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -48,34 +46,12 @@ const (
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second signal ends the program at once.
-	context.AfterFunc(ctx, stop)
-	r, err := onDatabase(ctx)
-	switch {
-	case ctx.Err() != nil:
-		fmt.Fprintln(os.Stderr, "live: interrupted")
-		os.Exit(1)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "live:", err)
-		os.Exit(1)
-	}
-	fmt.Println(r)
-	if !r.ok() {
-		os.Exit(1)
-	}
-}
-
-// onDatabase runs the program on a database of its own.
-func onDatabase(ctx context.Context) (_ result, err error) {
-	fmt.Println("Looking for a PostgreSQL ...")
-	db, err := database.Open(ctx, conns)
-	if err != nil {
-		return result{}, err
-	}
-	defer closing(&err, "database", db.Close)
-	fmt.Println("  database", db)
-	return run(ctx, db.Pool, liveFor, os.Stdout)
+	program.Main("live", func(ctx context.Context) (fmt.Stringer, bool, error) {
+		r, err := program.OnDatabase(ctx, conns, func(ctx context.Context, db *pgxpool.Pool) (result, error) {
+			return run(ctx, db, liveFor, os.Stdout)
+		})
+		return r, r.ok(), err
+	})
 }
 
 // run connects the parts, goes through the phases and closes the parts. The
@@ -101,14 +77,14 @@ func run(ctx context.Context, db *pgxpool.Pool, liveFor time.Duration, out io.Wr
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "publisher", publisher.Close)
+	defer program.Closing(&err, "publisher", publisher.Close)
 
 	// ModeAuto is the default: the WAL whenever it can be read, else the table.
 	consumer, err := outbox.NewConsumer(db.Config(), outbox.ConsumerConfig{Mode: outbox.ModeAuto}, logger)
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "consumer", consumer.Close)
+	defer program.Closing(&err, "consumer", consumer.Close)
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{ConsumerGroup: "clock"}, logger)
 	if err != nil {
 		return result{}, err
@@ -136,7 +112,7 @@ func run(ctx context.Context, db *pgxpool.Pool, liveFor time.Duration, out io.Wr
 	case <-stopped:
 		return result{}, routerErr
 	}
-	defer closing(&err, "router", func() error {
+	defer program.Closing(&err, "router", func() error {
 		err := router.Close() // also closes the subscriber
 		<-stopped
 		return errors.Join(err, routerErr)
@@ -171,12 +147,4 @@ func run(ctx context.Context, db *pgxpool.Pool, liveFor time.Duration, out io.Wr
 	r := book.result()
 	r.cannotBeLive = len(problems) > 0
 	return r, nil
-}
-
-// closing is for defer: it adds what goes wrong while closing to the error that
-// the function returns.
-func closing(err *error, what string, closer func() error) {
-	if problem := closer(); problem != nil {
-		*err = errors.Join(*err, fmt.Errorf("close the %s: %w", what, problem))
-	}
 }

@@ -23,18 +23,17 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"os/signal"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/examples/internal/database"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -51,61 +50,41 @@ const (
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second signal ends the program at once.
-	context.AfterFunc(ctx, stop)
-	r, err := run(ctx)
-	switch {
-	case ctx.Err() != nil:
-		fmt.Fprintln(os.Stderr, "quickstart: interrupted")
-		os.Exit(1)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "quickstart:", err)
-		os.Exit(1)
-	}
-	fmt.Println(r)
-	if !r.ok() {
-		os.Exit(1)
-	}
+	program.Main("quickstart", func(ctx context.Context) (fmt.Stringer, bool, error) {
+		r, err := program.OnDatabase(ctx, workers, run)
+		return r, r.ok(), err
+	})
 }
 
 // run connects the parts, lets them work and closes them. The deferred calls
 // are the order of a shutdown: the Router, which ends the subscriptions, then
 // what it used.
-func run(ctx context.Context) (_ result, err error) {
+func run(ctx context.Context, db *pgxpool.Pool) (_ result, err error) {
 	logger := watermill.NewSlogLogger(slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})))
 
-	fmt.Println("Looking for a PostgreSQL ...")
-	db, err := database.Open(ctx, workers)
-	if err != nil {
-		return result{}, err
-	}
-	defer closing(&err, "database", db.Close)
-	fmt.Println("  database", db)
-
 	// The outbox's tables. Any number of processes may do this at once.
-	if err := schema.Migrate(ctx, db.Pool, schema.Config{}); err != nil {
+	if err := schema.Migrate(ctx, db, schema.Config{}); err != nil {
 		return result{}, err
 	}
 
 	// One publisher for the life of the service; RequireTx refuses messages
 	// that come without a transaction.
-	publisher, err := outbox.NewPublisher(db.Pool, outbox.PublisherConfig{RequireTx: true}, logger)
+	publisher, err := outbox.NewPublisher(db, outbox.PublisherConfig{RequireTx: true}, logger)
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "publisher", publisher.Close)
-	service := &orderService{db: db.Pool, publisher: publisher}
+	defer program.Closing(&err, "publisher", publisher.Close)
+	service := &orderService{db: db, publisher: publisher}
 	if err := service.createTable(ctx, orders); err != nil {
 		return result{}, err
 	}
 
 	// One consumer for the process, one subscriber for each consumer group.
-	consumer, err := outbox.NewConsumer(db.Pool.Config(), outbox.ConsumerConfig{}, logger)
+	consumer, err := outbox.NewConsumer(db.Config(), outbox.ConsumerConfig{}, logger)
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "consumer", consumer.Close)
+	defer program.Closing(&err, "consumer", consumer.Close)
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{ConsumerGroup: "audit"}, logger)
 	if err != nil {
 		return result{}, err
@@ -128,7 +107,7 @@ func run(ctx context.Context) (_ result, err error) {
 	case <-stopped:
 		return result{}, routerErr
 	}
-	defer closing(&err, "router", func() error {
+	defer program.Closing(&err, "router", func() error {
 		err := router.Close() // also closes the subscriber
 		<-stopped
 		return errors.Join(err, routerErr)
@@ -144,7 +123,7 @@ func run(ctx context.Context) (_ result, err error) {
 	fmt.Printf("  done after %.1fs\n", time.Since(began).Seconds())
 
 	fmt.Println("Waiting for the last message ...")
-	err = pgx.BeginFunc(ctx, db.Pool, func(tx pgx.Tx) error {
+	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
 		return publisher.Publish(topic, message.NewMessageWithContext(outbox.ContextWithTx(ctx, tx), endOfTest, nil))
 	})
 	if err != nil {
@@ -200,12 +179,4 @@ func work(ctx context.Context, service *orderService, audit *audit) (int, error)
 	}
 	running.Wait()
 	return int(rolledBack.Load()), context.Cause(ctx)
-}
-
-// closing is for defer: it adds what goes wrong while closing to the error that
-// the function returns.
-func closing(err *error, what string, closer func() error) {
-	if problem := closer(); problem != nil {
-		*err = errors.Join(*err, fmt.Errorf("close the %s: %w", what, problem))
-	}
 }

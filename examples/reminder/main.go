@@ -24,8 +24,6 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"os/signal"
-	"syscall"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -34,7 +32,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/examples/internal/database"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -46,34 +44,12 @@ const (
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second signal ends the program at once.
-	context.AfterFunc(ctx, stop)
-	r, err := onDatabase(ctx)
-	switch {
-	case ctx.Err() != nil:
-		fmt.Fprintln(os.Stderr, "reminder: interrupted")
-		os.Exit(1)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "reminder:", err)
-		os.Exit(1)
-	}
-	fmt.Println(r)
-	if !r.ok() {
-		os.Exit(1)
-	}
-}
-
-// onDatabase runs the program on a database of its own.
-func onDatabase(ctx context.Context) (_ result, err error) {
-	fmt.Println("Looking for a PostgreSQL ...")
-	db, err := database.Open(ctx, conns)
-	if err != nil {
-		return result{}, err
-	}
-	defer closing(&err, "database", db.Close)
-	fmt.Println("  database", db)
-	return run(ctx, db.Pool, os.Stdout)
+	program.Main("reminder", func(ctx context.Context) (fmt.Stringer, bool, error) {
+		r, err := program.OnDatabase(ctx, conns, func(ctx context.Context, db *pgxpool.Pool) (result, error) {
+			return run(ctx, db, os.Stdout)
+		})
+		return r, r.ok(), err
+	})
 }
 
 // run connects the parts, writes the invoices and waits for their reminders.
@@ -94,7 +70,7 @@ func run(ctx context.Context, db *pgxpool.Pool, out io.Writer) (_ result, err er
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "publisher", delayed.Close)
+	defer program.Closing(&err, "publisher", delayed.Close)
 	service := &invoiceService{db: db, publisher: delayed}
 	if err := service.createTable(ctx); err != nil {
 		return result{}, err
@@ -104,7 +80,7 @@ func run(ctx context.Context, db *pgxpool.Pool, out io.Writer) (_ result, err er
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "consumer", consumer.Close)
+	defer program.Closing(&err, "consumer", consumer.Close)
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{ConsumerGroup: "reminders"}, logger)
 	if err != nil {
 		return result{}, err
@@ -126,7 +102,7 @@ func run(ctx context.Context, db *pgxpool.Pool, out io.Writer) (_ result, err er
 	case <-stopped:
 		return result{}, routerErr
 	}
-	defer closing(&err, "router", func() error {
+	defer program.Closing(&err, "router", func() error {
 		err := router.Close() // also closes the subscriber
 		<-stopped
 		return errors.Join(err, routerErr)
@@ -158,12 +134,4 @@ func run(ctx context.Context, db *pgxpool.Pool, out io.Writer) (_ result, err er
 		fmt.Fprintf(out, "  the last reminder did not come within %s\n", patience)
 	}
 	return reminders.result(), nil
-}
-
-// closing is for defer: it adds what goes wrong while closing to the error that
-// the function returns.
-func closing(err *error, what string, closer func() error) {
-	if problem := closer(); problem != nil {
-		*err = errors.Join(*err, fmt.Errorf("close the %s: %w", what, problem))
-	}
 }

@@ -29,20 +29,17 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"os"
-	"os/signal"
-	"syscall"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/examples/internal/database"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -65,34 +62,12 @@ const (
 func main() {
 	replicaMain() // does not return in a replica
 
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second signal ends the program at once.
-	context.AfterFunc(ctx, stop)
-	r, err := onDatabase(ctx)
-	switch {
-	case ctx.Err() != nil:
-		fmt.Fprintln(os.Stderr, "replicas: interrupted")
-		os.Exit(1)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "replicas:", err)
-		os.Exit(1)
-	}
-	fmt.Println(r)
-	if !r.ok() {
-		os.Exit(1)
-	}
-}
-
-// onDatabase runs the program on a database of its own.
-func onDatabase(ctx context.Context) (_ result, err error) {
-	fmt.Println("Looking for a PostgreSQL ...")
-	db, err := database.Open(ctx, conns)
-	if err != nil {
-		return result{}, err
-	}
-	defer closing(&err, "database", db.Close)
-	fmt.Println("  database", db)
-	return run(ctx, db.Pool, steady, os.Stdout)
+	program.Main("replicas", func(ctx context.Context) (fmt.Stringer, bool, error) {
+		r, err := program.OnDatabase(ctx, conns, func(ctx context.Context, db *pgxpool.Pool) (result, error) {
+			return run(ctx, db, steady, os.Stdout)
+		})
+		return r, r.ok(), err
+	})
 }
 
 // run connects the parts, goes through the phases and compares. The deferred
@@ -114,13 +89,13 @@ func run(ctx context.Context, db *pgxpool.Pool, steady time.Duration, out io.Wri
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "publisher", publisher.Close)
+	defer program.Closing(&err, "publisher", publisher.Close)
 	// Only to ask for another number of shards: any process may.
 	consumer, err := outbox.NewConsumer(db.Config(), outbox.ConsumerConfig{Lease: lease}, logger)
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "consumer", consumer.Close)
+	defer program.Closing(&err, "consumer", consumer.Close)
 
 	processes, err := newProcesses(db.Config().ConnString(), cancel)
 	if err != nil {
@@ -177,12 +152,4 @@ func createTables(ctx context.Context, db *pgxpool.Pool) error {
 func newLogger(name string) watermill.LoggerAdapter {
 	handler := slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn})
 	return watermill.NewSlogLogger(slog.New(handler).With("process", name))
-}
-
-// closing is for defer: it adds what goes wrong while closing to the error that
-// the function returns.
-func closing(err *error, what string, closer func() error) {
-	if problem := closer(); problem != nil {
-		*err = errors.Join(*err, fmt.Errorf("close the %s: %w", what, problem))
-	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 )
 
 const (
@@ -66,7 +67,7 @@ func serve(name, url string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer closing(&err, "consumer", consumer.Close) // after the Router
+	defer program.Closing(&err, "consumer", consumer.Close) // after the Router
 	// Shards counts when the group is new; later Reshard changes it.
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{
 		ConsumerGroup: group, Shards: shards, Ordering: outbox.OrderingByKey, MaxInFlight: maxInFlight,

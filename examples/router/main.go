@@ -24,8 +24,6 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"os/signal"
-	"syscall"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -34,7 +32,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/examples/internal/database"
+	"github.com/millrace/watermill-outbox/examples/internal/program"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -48,34 +46,12 @@ const (
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	// A second signal ends the program at once.
-	context.AfterFunc(ctx, stop)
-	r, err := onDatabase(ctx)
-	switch {
-	case ctx.Err() != nil:
-		fmt.Fprintln(os.Stderr, "router: interrupted")
-		os.Exit(1)
-	case err != nil:
-		fmt.Fprintln(os.Stderr, "router:", err)
-		os.Exit(1)
-	}
-	fmt.Println(r)
-	if !r.ok() {
-		os.Exit(1)
-	}
-}
-
-// onDatabase runs the program on a database of its own.
-func onDatabase(ctx context.Context) (_ result, err error) {
-	fmt.Println("Looking for a PostgreSQL ...")
-	db, err := database.Open(ctx, conns)
-	if err != nil {
-		return result{}, err
-	}
-	defer closing(&err, "database", db.Close)
-	fmt.Println("  database", db)
-	return run(ctx, db.Pool, os.Stdout)
+	program.Main("router", func(ctx context.Context) (fmt.Stringer, bool, error) {
+		r, err := program.OnDatabase(ctx, conns, func(ctx context.Context, db *pgxpool.Pool) (result, error) {
+			return run(ctx, db, os.Stdout)
+		})
+		return r, r.ok(), err
+	})
 }
 
 // run publishes the orders, lets a Router pay them, and then looks whether
@@ -91,12 +67,12 @@ func run(ctx context.Context, db *pgxpool.Pool, out io.Writer) (_ result, err er
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "publisher", publisher.Close)
+	defer program.Closing(&err, "publisher", publisher.Close)
 	consumer, err := outbox.NewConsumer(db.Config(), outbox.ConsumerConfig{}, logger)
 	if err != nil {
 		return result{}, err
 	}
-	defer closing(&err, "consumer", consumer.Close)
+	defer program.Closing(&err, "consumer", consumer.Close)
 
 	orders := []string{"order-1", "order-2", "order-3", "order-4", "order-5"}
 	for _, order := range orders {
@@ -140,7 +116,7 @@ func pay(ctx context.Context, db *pgxpool.Pool, consumer *outbox.Consumer, p *pa
 	if err != nil {
 		return err
 	}
-	defer closing(&err, "publisher of the poison queue", poisonPublisher.Close)
+	defer program.Closing(&err, "publisher of the poison queue", poisonPublisher.Close)
 	payer, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{ConsumerGroup: "payments"}, logger)
 	if err != nil {
 		return err
@@ -163,7 +139,7 @@ func pay(ctx context.Context, db *pgxpool.Pool, consumer *outbox.Consumer, p *pa
 		defer close(stopped)
 		routerErr = router.Run(ctx)
 	}()
-	defer closing(&err, "router", func() error {
+	defer program.Closing(&err, "router", func() error {
 		err := router.Close() // also closes the subscribers
 		<-stopped
 		return errors.Join(err, routerErr)
@@ -185,7 +161,7 @@ func before(ctx context.Context, consumer *outbox.Consumer, order string) (n int
 	if err != nil {
 		return 0, err
 	}
-	defer closing(&err, "subscriber", subscriber.Close)
+	defer program.Closing(&err, "subscriber", subscriber.Close)
 	messages, err := subscriber.Subscribe(ctx, ordersTopic)
 	if err != nil {
 		return 0, err
@@ -205,13 +181,5 @@ func before(ctx context.Context, consumer *outbox.Consumer, order string) (n int
 		case <-timeout:
 			return n, fmt.Errorf("%s did not arrive within %s", order, patience)
 		}
-	}
-}
-
-// closing is for defer: it adds what goes wrong while closing to the error that
-// the function returns.
-func closing(err *error, what string, closer func() error) {
-	if problem := closer(); problem != nil {
-		*err = errors.Join(*err, fmt.Errorf("close the %s: %w", what, problem))
 	}
 }
