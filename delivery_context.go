@@ -27,7 +27,7 @@ type Delivery struct {
 	// off by a shutdown, a lost lease or a crash counts only if it is known to
 	// have ended its process.
 	Attempt int
-	// Topic and ConsumerGroup are those of the subscription.
+	// Topic is the message's, ConsumerGroup the subscription's.
 	Topic         string
 	ConsumerGroup string
 }
@@ -48,7 +48,6 @@ type deliveryContext struct {
 
 	row     *window.Row
 	attempt int
-	topic   string
 	group   string
 	note    errorNote
 }
@@ -57,7 +56,7 @@ func (c *deliveryContext) Value(key any) any {
 	if key == (deliveryKey{}) {
 		return Delivery{
 			ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
-			Attempt: c.attempt, Topic: c.topic, ConsumerGroup: c.group,
+			Attempt: c.attempt, Topic: c.row.Topic, ConsumerGroup: c.group,
 		}
 	}
 	if key == (errorNoteKey{}) {

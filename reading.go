@@ -62,14 +62,14 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 	r := &reading{
 		subscription: s, held: held, status: status, logger: logger, out: pages,
 		reader: window.Reader{
-			Queries: s.consumer.queries, Topic: s.key.Topic, Group: s.key.Group,
+			Queries: s.consumer.queries, Topics: s.topics, Group: s.key.Group,
 			Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
 			Shard:  held.Key.Shard - held.Base, Shards: held.Shards, Until: held.Until,
 		},
 		pos: held.Start.Position, holes: held.Start.Holes,
 	}
 	if s.consumer.live != nil && held.Until == nil {
-		r.interest = s.consumer.live.Want(s.key.Topic)
+		r.interest = s.consumer.live.Want(s.topics)
 		defer r.interest.Close()
 	}
 	for {
@@ -84,7 +84,7 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 // fromTable reads windows until it is caught up and attached to the stream. It
 // returns nil when it may not read any more.
 func (r *reading) fromTable(ctx context.Context) *live.Buffer {
-	registration := r.consumer.watcher.Register(r.key.Topic)
+	registration := r.consumer.watcher.Register(r.topics)
 	defer registration.Close()
 	var buffer *live.Buffer
 	drop := func() {

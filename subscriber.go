@@ -3,6 +3,7 @@ package outbox
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/millrace/watermill-outbox/internal/cursor"
+	"github.com/millrace/watermill-outbox/internal/window"
 )
 
 const (
@@ -212,36 +214,38 @@ func NewSubscriber(consumer *Consumer, config SubscriberConfig, logger watermill
 // SubscribeInitialize fixes the group's start position in the topic, as
 // Subscribe does. It may be called any number of times, from anywhere.
 func (s *Subscriber) SubscribeInitialize(topic string) error {
-	return s.initialize(context.Background(), topic)
-}
-
-func (s *Subscriber) initialize(ctx context.Context, topic string) error {
 	if err := ValidateTopic(topic); err != nil {
 		return err
 	}
+	return s.initialize(context.Background(), window.One(topic), topic)
+}
+
+// initialize makes the cursors; name is for errors and logs.
+func (s *Subscriber) initialize(ctx context.Context, topics window.Topics, name string) error {
 	if s.stopping.Err() != nil {
 		return ErrSubscriberClosed
 	}
 	ctx, cancel := context.WithTimeout(ctx, constructTimeout)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
-	shards, err := s.consumer.store.Ensure(ctx, s.consumer.db, s.key(topic), s.config.Shards, s.config.StartFrom == StartLatest)
-	if err != nil {
-		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, explain(err, s.consumer.config.Schema))
+	shards, err := s.consumer.store.Ensure(ctx, s.consumer.db, s.key(topics), topics.Like(), s.config.Shards, s.config.StartFrom == StartLatest)
+	var other *cursor.OtherTopicsError
+	switch {
+	case errors.As(err, &other):
+		return fmt.Errorf("%w: %w", ErrOtherTopics, other)
+	case err != nil:
+		return fmt.Errorf("outbox: subscribe to topic %q: %w", name, explain(err, s.consumer.config.Schema))
 	}
 	if shards > 0 && shards != s.config.Shards && s.config.Shards > 1 {
 		s.logger.Info("The group has another number of shards already, which stands; Consumer.Reshard changes it", watermill.LogFields{
-			"topic": topic, "shards": shards, "configured": s.config.Shards,
+			"topic": name, "shards": shards, "configured": s.config.Shards,
 		})
 	}
 	return nil
 }
 
 // requireWAL refuses topics in ModeWAL when the WAL cannot be read.
-func (s *Subscriber) requireWAL(ctx context.Context, topic string) error {
-	if err := ValidateTopic(topic); err != nil {
-		return err
-	}
+func (s *Subscriber) requireWAL(ctx context.Context, name string) error {
 	if s.stopping.Err() != nil {
 		return ErrSubscriberClosed
 	}
@@ -249,13 +253,15 @@ func (s *Subscriber) requireWAL(ctx context.Context, topic string) error {
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
 	if err := s.consumer.requireWAL(ctx); err != nil {
-		return fmt.Errorf("outbox: subscribe to topic %q: %w", topic, err)
+		return fmt.Errorf("outbox: subscribe to topic %q: %w", name, err)
 	}
 	return nil
 }
 
-func (s *Subscriber) key(topic string) cursor.Topic {
-	return cursor.Topic{Group: s.config.ConsumerGroup, Topic: topic}
+// key is that of the cursors: of many topics, which no topic's name is.
+func (s *Subscriber) key(topics window.Topics) cursor.Topic {
+	name, _ := topics.Single()
+	return cursor.Topic{Group: s.config.ConsumerGroup, Topic: name}
 }
 
 // Subscribe returns the channel on which the topic's messages come. The group's
@@ -269,42 +275,87 @@ func (s *Subscriber) key(topic string) cursor.Topic {
 // end with Ack, Nack, the end of that grace period, and when another process
 // took the topic over.
 func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
-	// In this order: a refused Subscribe fixes no start position.
-	if err := s.requireWAL(ctx, topic); err != nil {
+	if err := ValidateTopic(topic); err != nil {
 		return nil, err
 	}
-	if err := s.initialize(ctx, topic); err != nil {
+	out := make(chan *message.Message)
+	sub := &subscription{topics: window.One(topic), name: topic, out: out, closeOut: func() { close(out) }}
+	if err := s.subscribe(ctx, sub); err != nil {
 		return nil, err
+	}
+	return out, nil
+}
+
+// SubscribeBatches returns a channel of the messages of many topics, in batches of
+// at most limit messages. One cursor stands for all the topics, so they cost no
+// more than one, however many there are, and those that are first published to
+// later need nothing; rows of other topics are read past, so for few topics
+// beside much other traffic Subscribe is better. DeliveryFromCtx tells the topic
+// of a message. A consumer group has one such cursor: another selection is
+// refused with ErrOtherTopics.
+//
+// A batch holds messages of one topic and ordering key, in order (with
+// OrderingStrict, of any); those without a key come alone, as do those that have
+// failed before. MaxInFlight counts batches. Ack each message by itself, as soon
+// as it is done; Nack the first that fails, and it is tried again as always. The
+// contexts of those behind it end then: leave them alone, or Nack them, which
+// counts for nothing, and they come again behind it. What is acked stays acked,
+// in whatever order.
+//
+// Everything else is as with Subscribe. The two do not know of each other: a group
+// that does both with a topic gets its messages twice.
+func (s *Subscriber) SubscribeBatches(ctx context.Context, topics Topics, limit int) (<-chan []*message.Message, error) {
+	if err := topics.validate(); err != nil {
+		return nil, err
+	}
+	if limit < 1 || limit > LimitMaxInFlight {
+		return nil, fmt.Errorf("outbox: SubscribeBatches needs a limit between 1 and %d, has %d", LimitMaxInFlight, limit)
+	}
+	out := make(chan []*message.Message)
+	sub := &subscription{
+		topics: window.Matching(topics.patterns...), name: topics.String(), batches: out, batch: limit, closeOut: func() { close(out) },
+	}
+	if err := s.subscribe(ctx, sub); err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// subscribe begins a subscription whose topics and channel are given.
+func (s *Subscriber) subscribe(ctx context.Context, sub *subscription) error {
+	// In this order: a refused Subscribe fixes no start position.
+	if err := s.requireWAL(ctx, sub.name); err != nil {
+		return err
+	}
+	if err := s.initialize(ctx, sub.topics, sub.name); err != nil {
+		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
-		return nil, ErrSubscriberClosed
+		return ErrSubscriberClosed
 	}
 	s.consumer.start()
-	out := make(chan *message.Message)
-	sub := &subscription{
-		consumer: s.consumer, config: s.config, key: s.key(topic), out: out,
-		base:   context.WithoutCancel(ctx),
-		logger: s.logger.With(watermill.LogFields{"topic": topic}),
-	}
+	sub.consumer, sub.config, sub.key = s.consumer, s.config, s.key(sub.topics)
+	sub.base = context.WithoutCancel(ctx)
+	sub.logger = s.logger.With(watermill.LogFields{"topic": sub.name})
 	if s.config.Ordering != OrderingStrict {
 		sub.slots = make(chan struct{}, s.config.MaxInFlight)
 	}
-	sub.status.idle = SubscriptionStatus{Topic: topic, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
+	sub.status.idle = SubscriptionStatus{Topic: sub.name, ConsumerGroup: s.config.ConsumerGroup, Source: SourceTable, Since: time.Now()}
 	s.consumer.opened(sub)
 	stop, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.stopping, func() { cancel(ErrSubscriberClosed) })
 	s.running.Go(func() {
 		// The channel is closed before Close learns of it.
-		defer close(out)
+		defer sub.closeOut()
 		defer s.consumer.ended(sub)
 		defer unhook()
 		defer cancel(context.Canceled)
 		sub.run(stop)
 	})
-	s.logger.Info("Subscribed", watermill.LogFields{"topic": topic})
-	return out, nil
+	s.logger.Info("Subscribed", watermill.LogFields{"topic": sub.name})
+	return nil
 }
 
 // Close ends all subscriptions and returns when their channels are closed and

@@ -23,8 +23,14 @@ import (
 type subscription struct {
 	consumer *Consumer
 	config   SubscriberConfig
+	topics   window.Topics
+	name     string // of the topics, for people
 	key      cursor.Topic
+	// out or batches, of at most batch messages each.
 	out      chan<- *message.Message
+	batches  chan<- []*message.Message
+	batch    int
+	closeOut func()
 	base     context.Context //nolint:containedctx // handed on to messages
 	logger   watermill.LoggerAdapter
 	status   subscriptionStatus
@@ -116,7 +122,7 @@ func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) err
 	if err != nil || now.Life == held.Life {
 		return err
 	}
-	_, err = s.consumer.store.Ensure(ctx, s.consumer.db, s.key, held.Shards, false)
+	_, err = s.consumer.store.Ensure(ctx, s.consumer.db, s.key, s.topics.Like(), held.Shards, false)
 	return err
 }
 
@@ -136,10 +142,12 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease, status *
 	defer cancel()
 	wg.Go(func() { s.read(reading, held, pages, status, logger) })
 
+	policy := s.config.policy()
+	policy.Batch = s.batch
 	engine := delivery.Engine{
-		Policy: s.config.policy(), Out: s.out, Base: s.base, Stop: stop, Slots: s.slots, Alone: s.consumer.alone,
+		Policy: policy, Out: s.out, Batches: s.batches, Base: s.base, Stop: stop, Slots: s.slots, Alone: s.consumer.alone,
 		Wrap: func(ctx context.Context, row window.Row, attempt int) context.Context {
-			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, topic: s.key.Topic, group: s.key.Group}
+			return &deliveryContext{Context: ctx, row: &row, attempt: attempt, group: s.key.Group}
 		},
 		Reason: func(ctx context.Context) error { return errorNoteFrom(ctx).get() },
 		Valid:  held.Valid, Store: verdicts{s.consumer, held, tracker}, Died: s.died, Logger: logger,
@@ -160,7 +168,7 @@ func (s *subscription) died(v delivery.Verdict) {
 	}
 	decoded, _ := metadata.Decode(raw) // nil, as documented, if it cannot be
 	s.config.OnDeadLetter(DeadLetter{
-		ConsumerGroup: s.key.Group, Topic: s.key.Topic, OrderingKey: v.Row.Key, UUID: v.Row.UUID,
+		ConsumerGroup: s.key.Group, Topic: v.Row.Topic, OrderingKey: v.Row.Key, UUID: v.Row.UUID,
 		Metadata: decoded, RawMetadata: bytes.Clone(raw), Payload: bytes.Clone(v.Row.Payload),
 		Era: v.Row.Era, MessageID: v.Row.ID, PublishedAt: v.Row.CreatedAt, DiedAt: time.Now(),
 		Attempts: v.Attempts, Error: v.Error,
@@ -184,7 +192,7 @@ func (v verdicts) Buried(ctx context.Context, row window.Row) (bool, error) {
 
 func (v verdicts) Settle(ctx context.Context, entry *delivery.Entry, verdict delivery.Verdict) error {
 	err := v.held.Settle(ctx, cursor.Verdict{
-		Era: verdict.Row.Era, ID: verdict.Row.ID, Attempts: verdict.Attempts, Metadata: verdict.Metadata,
+		Topic: verdict.Row.Topic, Era: verdict.Row.Era, ID: verdict.Row.ID, Attempts: verdict.Attempts, Metadata: verdict.Metadata,
 		Dead: verdict.Dead, Error: verdict.Error, Due: verdict.Due, After: verdict.After,
 	}, func() (window.State, uint64, uint64) { return v.tracker.StateWithout(entry) }, entry.Settled)
 	if err == nil && !verdict.Dead {

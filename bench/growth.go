@@ -81,7 +81,7 @@ func newSteadyState(ctx context.Context, b *bench, rows int) (_ *steadyState, er
 	}
 	s.position = window.Latest(now.Life.Era, now.Snapshot, now.Top)
 	s.reader = window.Reader{
-		Queries: queries, Topic: "orders", Group: outbox.DefaultConsumerGroup,
+		Queries: queries, Topics: window.One("orders"), Group: outbox.DefaultConsumerGroup,
 		Limits: window.Limits{Rows: growthNews, Bytes: outbox.DefaultPageBytes},
 	}
 	return s, nil

@@ -11,6 +11,8 @@ WITH namespace AS (
 ), wanted_index (name, on_table, columns) AS (
     VALUES ('messages_topic_era_id', 'messages', '(topic, era, id)'),
            ('messages_topic_xid_id', 'messages', '(topic, xid, id)'),
+           ('messages_id', 'messages', '(((era + 0)), ((id + 0)))'),
+           ('messages_xid', 'messages', '(NULLIF(xid, ''0''::xid8), ((id + 0)))'),
            ('deferred_due', 'deferred', '(due_at, id)'),
            ('dead_letters_group', 'dead_letters', '(consumer_group, topic, id)'),
            ('dead_letters_origin', 'dead_letters', '(consumer_group, origin_era, origin_id)'),
@@ -19,7 +21,7 @@ WITH namespace AS (
            ('inbox_handled', 'inbox', '(handled_at)')
 ), wanted_column (on_table, name) AS ( -- that later migrations have added
     VALUES ('cursors', 'ahead'), ('cursors', 'shards'), ('cursors', 'base'), ('cursors', 'until'), ('cursors', 'until_top'),
-           ('cursors', 'until_era'), ('cursors', 'reshard'), ('cursors', 'reach'),
+           ('cursors', 'until_era'), ('cursors', 'reshard'), ('cursors', 'reach'), ('cursors', 'patterns'),
            ('deferred', 'origin_era'), ('deferred', 'origin_id'), ('deferred', 'failures'), ('deferred', 'error')
 ), wanted_default (name, fragment, expression) AS (
     VALUES ('xid', 'pg_current_xact_id()', 'pg_catalog.pg_current_xact_id()'), ('era', 'era()', format('%I.era()', $1::text)),

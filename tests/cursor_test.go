@@ -12,7 +12,7 @@ import (
 // ensure makes the cursor of a topic that is not divided.
 func (f *fixture) ensure(t testing.TB, store *cursor.Store, key cursor.Key) {
 	t.Helper()
-	_, err := store.Ensure(t.Context(), f.pool, key.Of(), 1, false)
+	_, err := store.Ensure(t.Context(), f.pool, key.Of(), nil, 1, false)
 	require.NoError(t, err)
 }
 

@@ -42,8 +42,8 @@ func TestDeadLettersAreNotInTheWayOfReading(t *testing.T) {
 		_, err := conn.Exec(t.Context(), "SELECT set_config($1, $2, false)", name, value)
 		require.NoError(t, err)
 	}
-	f.prepare(t, conn, "internal/window/queries/open.sql")
-	execute := "EXECUTE hot('topic 1', 'group', '1:1:', 0, 1000, 1000000, 0, 1)"
+	f.prepare(t, conn, "internal/window/queries/open.sql", false)
+	execute := "EXECUTE hot('topic 1', 'group', '1:1:', 0, 1000, 1000000, 0, 1, 9223372036854775807)"
 	rows, err := conn.Query(t.Context(), execute, pgx.QueryExecModeSimpleProtocol)
 	require.NoError(t, err)
 	rows.Close()

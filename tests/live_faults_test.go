@@ -265,7 +265,7 @@ func TestServerOlderThanWhatIsAhead(t *testing.T) {
 
 	f := newFixture(t)
 	queries := window.NewQueries(oddSchema)
-	reader := window.Reader{Queries: queries, Topic: "topic", Group: "group", Limits: window.Limits{Rows: 10, Bytes: 1 << 20}}
+	reader := window.Reader{Queries: queries, Topics: window.One("topic"), Group: "group", Limits: window.Limits{Rows: 10, Bytes: 1 << 20}}
 	now, err := queries.Now(t.Context(), f.pool)
 	require.NoError(t, err)
 	pos := window.Latest(now.Life.Era, now.Snapshot, now.Top)

@@ -82,7 +82,7 @@ func newLiveReader(t *testing.T, f *fixture, topic string, seed uint64) *liveRea
 	r := &liveReader{
 		t: t, f: f, random: rand.New(rand.NewPCG(seed, 3000)),
 		key: cursor.Key{Group: "group", Topic: topic}, store: cursor.NewStore(oddSchema, "reader"),
-		reader: window.Reader{Queries: window.NewQueries(oddSchema), Topic: topic, Group: "group"},
+		reader: window.Reader{Queries: window.NewQueries(oddSchema), Topics: window.One(topic), Group: "group"},
 	}
 	require.NoError(t, r.store.MarkLife(t.Context(), f.pool))
 	f.ensure(t, r.store, r.key)
@@ -113,7 +113,7 @@ func newLiveReader(t *testing.T, f *fixture, topic string, seed uint64) *liveRea
 }
 
 func (r *liveReader) run(stop <-chan struct{}) {
-	interest := r.source.Want(r.key.Topic)
+	interest := r.source.Want(window.One(r.key.Topic))
 	defer func() { interest.Close() }()
 	for {
 		select {
@@ -138,7 +138,7 @@ func (r *liveReader) run(stop <-chan struct{}) {
 		switch r.random.IntN(60) {
 		case 0:
 			interest.Close()
-			interest = r.source.Want(r.key.Topic)
+			interest = r.source.Want(window.One(r.key.Topic))
 		case 1:
 			_, err := r.f.pool.Exec(context.Background(), `SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active`)
 			assert.NoError(r.t, err)

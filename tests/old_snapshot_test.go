@@ -34,14 +34,14 @@ func TestOldSnapshotSlowsNothing(t *testing.T) {
 		_, err := conn.Exec(t.Context(), "SELECT set_config($1, $2, false)", name, value)
 		require.NoError(t, err)
 	}
-	f.prepare(t, conn, "internal/window/queries/open.sql")
+	f.prepare(t, conn, "internal/window/queries/open.sql", false)
 	look := func() int {
 		var p string
 		var floor int64
 		require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("SELECT p::text, floor FROM outbox.cursors")).Scan(&p, &floor))
 		var text string
 		require.NoError(t, conn.QueryRow(t.Context(), "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE hot('topic', 'group', "+
-			quote(p)+", "+f.text("SELECT floor::text FROM outbox.cursors")+", 1000, 1000000, 0, 1)", pgx.QueryExecModeSimpleProtocol).Scan(&text))
+			quote(p)+", "+f.text("SELECT floor::text FROM outbox.cursors")+", 1000, 1000000, 0, 1, 9223372036854775807)", pgx.QueryExecModeSimpleProtocol).Scan(&text))
 		return buffers(t, text)
 	}
 	var first, last int

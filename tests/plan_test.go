@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/window"
 )
 
 // hotQuery is a query that runs for each page, or each look.
@@ -22,6 +23,8 @@ type hotQuery struct {
 	in    map[string]string
 	// values of its parameters; see planValues.
 	values func(v planValues) []string
+	// many says that it is for many topics.
+	many bool
 }
 
 // planValues are what the values of parameters are made of: a position in the
@@ -37,34 +40,40 @@ type planValues struct {
 const (
 	byEra = "(topic, era, id)"
 	byXid = "(topic, xid, id)"
+	// The same for those who read many topics.
+	manyByEra = "(((era + 0)), ((id + 0)))"
+	manyByXid = "(NULLIF(xid, '0'::xid8), ((id + 0)))"
+
+	// noEnd is the end of a scan that has none.
+	noEnd = "9223372036854775807"
 )
 
 var hotQueries = []hotQuery{
 	{"internal/window/queries/open.sql", byEra, map[string]string{"CTE late_xid": byXid, "CTE late": byXid}, func(v planValues) []string {
-		return []string{"'topic 1'", "'group'", quote(v.p), fmt.Sprint(v.floor), "1000", "1000000", "0", fmt.Sprint(v.shards)}
-	}},
+		return []string{"'topic 1'", "'group'", quote(v.p), fmt.Sprint(v.floor), "1000", "1000000", "0", fmt.Sprint(v.shards), noEnd}
+	}, false},
 	{"internal/window/queries/main.sql", byEra, nil, func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprint(v.floor), fmt.Sprint(v.top), quote(v.p), quote(v.c), "0", fmt.Sprint(v.shards)}
-	}},
+	}, false},
 	{"internal/window/queries/late.sql", byXid, nil, func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", "0", fmt.Sprint(v.floor), v.xids, "0", fmt.Sprint(v.shards)}
-	}},
+	}, false},
 	{"internal/window/queries/late_xids.sql", byXid, nil, func(v planValues) []string {
 		return []string{"'topic 1'", quote(v.p), quote(v.c), fmt.Sprint(v.floor)}
-	}},
+	}, false},
 	{"internal/window/queries/holes.sql", byEra, nil, func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprintf("array[%d, %d]", v.era, v.era), fmt.Sprintf("array[%d, %d]", v.floor, v.top)}
-	}},
+	}, false},
 	{"internal/watch/queries/watch.sql", byXid, nil, func(v planValues) []string {
-		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"}
-	}},
+		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']", "array['topic%']"}
+	}, false},
 	{"internal/window/queries/past.sql", byEra, nil, func(v planValues) []string {
 		return []string{
 			"'topic 1'", "'group'", "1000", "1000000", "(-9223372036854775808)::bigint", "0",
 			fmt.Sprintf("array[%d]", v.era-1), "array['3:3:']", "array['1:1:']", "array[0]", "3000",
 			"0", fmt.Sprint(v.shards), "NULL", "'1:1:'",
 		}
-	}},
+	}, false},
 }
 
 func quote(text string) string { return "'" + text + "'" }
@@ -146,22 +155,27 @@ func TestPlansWithDefaultSettings(t *testing.T) {
 // any.
 func (f *fixture) explainAll(t *testing.T, settings map[string]string, values planValues, check func(*testing.T, hotQuery, plan)) {
 	for _, q := range hotQueries {
-		for _, mode := range []string{"force_generic_plan", "force_custom_plan", "force_custom_plan of 8 shards"} {
+		for _, mode := range []string{"force_generic_plan", "force_custom_plan", "force_custom_plan of 8 shards", "force_generic_plan of many topics", "force_custom_plan of many topics"} {
 			t.Run(filepath.Base(q.file)+" "+mode, func(t *testing.T) {
 				values := values
 				values.shards = 1
 				if before, ok := strings.CutSuffix(mode, " of 8 shards"); ok {
 					mode, values.shards = before, 8
 				}
+				mode, q.many = strings.CutSuffix(mode, " of many topics")
+				arguments := q.values(values)
+				if q.many && arguments[0] == "'topic 1'" {
+					arguments[0] = "array['topic%']"
+				}
 				conn := f.connect(t)
 				for name, value := range settings {
 					_, err := conn.Exec(t.Context(), "SELECT set_config($1, $2, false)", name, value)
 					require.NoError(t, err)
 				}
-				f.prepare(t, conn, q.file)
+				f.prepare(t, conn, q.file, q.many)
 				_, err := conn.Exec(t.Context(), "SELECT set_config('plan_cache_mode', $1, false)", mode)
 				require.NoError(t, err)
-				check(t, q, explain(t, conn, "", "hot", q.values(values)))
+				check(t, q, explain(t, conn, "", "hot", arguments))
 			})
 		}
 	}
@@ -177,8 +191,20 @@ func (q hotQuery) requireBounds(t *testing.T, p, node plan, above []plan, column
 			index = in
 		}
 	}
+	switch q.file {
+	case "internal/watch/queries/watch.sql": // looks for both at once
+		if columns[node.Index] == manyByXid {
+			index = manyByXid
+		}
+	default:
+		if q.many {
+			index = map[string]string{byEra: manyByEra, byXid: manyByXid}[index]
+		}
+	}
 	require.Equal(t, index, columns[node.Index], "%s\n%s", node.Index, p)
-	for _, bound := range map[string][]string{byEra: {"topic =", "era", "id"}, byXid: {"topic =", "xid"}}[index] {
+	for _, bound := range map[string][]string{
+		byEra: {"topic =", "era", "id"}, byXid: {"topic =", "xid"}, manyByEra: {"era + 0", "id + 0"}, manyByXid: {"xid"},
+	}[index] {
 		require.Contains(t, node.IndexCond, bound, "%s\n%s", node.Index, p)
 	}
 }
@@ -198,7 +224,7 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 	}
 	touched := func(file string, values ...string) float64 {
 		t.Helper()
-		f.prepare(t, conn, file)
+		f.prepare(t, conn, file, strings.HasPrefix(values[0], "array['topic%"))
 		p := explain(t, conn, ", ANALYZE", "hot", values)
 		rows := 0.0
 		p.walk(func(node plan, _ []plan) {
@@ -209,24 +235,32 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 		return rows
 	}
 	last := fmt.Sprint(v.top)
-	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c), "array['group']", "array['topic 1']"))
-	require.Zero(t, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", quote(v.c), last, "1000", "1000000", "0", "8"))
+	require.Zero(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.c), "array['group']", "array['topic 1']", "array['topic%']"))
+	require.Zero(t, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", quote(v.c), last, "1000", "1000000", "0", "8", noEnd))
 	require.Zero(t, touched("internal/window/queries/late_xids.sql", "'topic 1'", quote(v.c), quote(v.c), last))
 	// A partition gives one row more than it is asked for, at most.
 	const page, slack = 100, 30
 	require.InDelta(t, page, touched("internal/window/queries/main.sql",
 		"'topic 1'", "'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c), "0", "1"), slack)
-	require.InDelta(t, page, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1"), slack)
-	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']"), float64(slack),
+	require.InDelta(t, page, touched("internal/window/queries/open.sql", "'topic 1'", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1", noEnd), slack)
+	require.LessOrEqual(t, touched("internal/watch/queries/watch.sql", "array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']", "array['topic%']"), float64(slack),
 		"one row says that there is news")
+	many := func(file string, values ...string) float64 {
+		return touched(file, append([]string{"array['topic%']"}, values...)...)
+	}
+	require.Zero(t, many("internal/window/queries/open.sql", "'group'", quote(v.c), last, "1000", "1000000", "0", "8", noEnd))
+	require.Zero(t, many("internal/window/queries/late_xids.sql", quote(v.c), quote(v.c), last))
+	require.InDelta(t, page, many("internal/window/queries/main.sql",
+		"'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c), "0", "1"), slack)
+	require.InDelta(t, page, many("internal/window/queries/open.sql", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1", noEnd), slack)
 }
 
-// prepare prepares a query as "hot".
-func (f *fixture) prepare(t *testing.T, conn *pgx.Conn, file string) {
+// prepare prepares a query as "hot", for one topic or for many.
+func (f *fixture) prepare(t *testing.T, conn *pgx.Conn, file string, many bool) {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("..", file))
 	require.NoError(t, err)
-	for _, statement := range []string{"DEALLOCATE ALL", "PREPARE hot AS " + f.sql(string(text))} {
+	for _, statement := range []string{"DEALLOCATE ALL", "PREPARE hot AS " + f.sql(window.Fill(string(text), many))} {
 		_, err = conn.Exec(t.Context(), statement, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 	}
@@ -260,7 +294,7 @@ func (f *fixture) indexColumns(t *testing.T) map[string]string {
 	columns := map[string]string{}
 	var name, definition string
 	_, err = pgx.ForEachRow(rows, []any{&name, &definition}, func() error {
-		columns[name] = definition[strings.LastIndex(definition, "("):]
+		_, columns[name], _ = strings.Cut(definition, "USING btree ")
 		return nil
 	})
 	require.NoError(t, err)

@@ -31,7 +31,7 @@ func TestRowsOfAnotherEraAreLookedAtInBoundedSteps(t *testing.T) {
 	require.NoError(t, err)
 	snapshot, err := window.ParseSnapshot("1500:1500:")
 	require.NoError(t, err)
-	reader := window.Reader{Queries: queries, Topic: "topic", Group: "group", Limits: window.Limits{Rows: 2, Bytes: 1 << 20}}
+	reader := window.Reader{Queries: queries, Topics: window.One("topic"), Group: "group", Limits: window.Limits{Rows: 2, Bytes: 1 << 20}}
 	pos := window.Earliest(now.Life.Era)
 	pos.Past = map[int64]window.PastEra{old: {P: snapshot, Floor: seen}}
 
@@ -82,9 +82,9 @@ func TestLateRowsBesideABulkLoadAreReadByTransaction(t *testing.T) {
 		require.NoError(t, err)
 		_, err = conn.Exec(t.Context(), fmt.Sprintf("SET plan_cache_mode = %s; SET jit = off; SET enable_seqscan = off; SET enable_bitmapscan = off", mode))
 		require.NoError(t, err)
-		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint, integer, integer) AS "+f.sql(string(content)))
+		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint, integer, integer, bigint) AS "+f.sql(window.Fill(string(content), false)))
 		require.NoError(t, err)
-		rows, err := conn.Query(t.Context(), fmt.Sprintf("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) EXECUTE open ('topic', 'group', '%s', %d, 1000, 1000000, 0, 1)",
+		rows, err := conn.Query(t.Context(), fmt.Sprintf("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) EXECUTE open ('topic', 'group', '%s', %d, 1000, 1000000, 0, 1, 9223372036854775807)",
 			before.Snapshot, before.Top), pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])

@@ -59,9 +59,18 @@ func TestWindowsAgainstModel(t *testing.T) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			r := &modelRun{
 				t: t, f: f, store: store, random: rand.New(rand.NewPCG(uint64(seed), 7)),
-				reader: window.Reader{Queries: window.NewQueries(oddSchema), Topic: fmt.Sprint("topic ", seed), Group: "group"},
-				model:  model{inserted: map[int]int{}, committed: map[int]int{}},
+				key: cursor.Key{Group: "group", Topic: fmt.Sprint("topic ", seed)}, topics: []string{fmt.Sprint("topic ", seed)},
+				model: model{inserted: map[int]int{}, committed: map[int]int{}},
 			}
+			topics := window.One(r.topics[0])
+			if seed%2 == 1 {
+				// Many topics, by one cursor, and rows of others between them.
+				topics = window.Matching(window.Pattern{r.topics[0] + ".", ""}, window.Pattern{"", "%_" + r.topics[0]})
+				r.key, r.patterns = cursor.Key{Group: fmt.Sprint("group ", seed)}, topics.Like()
+				r.topics = []string{r.topics[0] + ".", r.topics[0] + ".a", "x%_" + r.topics[0]}
+				r.others = []string{"other", fmt.Sprint("topic ", seed), fmt.Sprint("xx_topic ", seed)}
+			}
+			r.reader = window.Reader{Queries: window.NewQueries(oddSchema), Topics: topics, Group: r.key.Group, Scan: 1 + r.random.Int64N(20)}
 			config := f.pool.Config()
 			config.MaxConns = 8
 			var err error
@@ -81,6 +90,9 @@ type modelRun struct {
 	random *rand.Rand
 	reader window.Reader
 	model  model
+	key    cursor.Key
+	// topics are what the reader reads, patterns if they are many; others are not.
+	topics, patterns, others []string
 
 	open      []*openTx
 	nextRow   int
@@ -91,8 +103,9 @@ type modelRun struct {
 }
 
 func (r *modelRun) run() {
-	key := cursor.Key{Group: r.reader.Group, Topic: r.reader.Topic}
-	r.f.ensure(r.t, r.store, key)
+	key := r.key
+	_, err := r.store.Ensure(r.t.Context(), r.f.pool, key.Of(), r.patterns, 1, false)
+	require.NoError(r.t, err)
 	r.restart(key)
 	for range 400 {
 		switch n := r.random.IntN(20); {
@@ -142,12 +155,17 @@ func (r *modelRun) insert(o *openTx) {
 		tx, err = o.tx.Begin(r.t.Context())
 		require.NoError(r.t, err)
 	}
+	insert := r.f.sql("INSERT INTO outbox.messages (topic, uuid) VALUES ($1, $2)")
+	for range r.random.IntN(10) * min(len(r.others), 1) {
+		_, err := tx.Exec(r.t.Context(), insert, r.others[r.random.IntN(len(r.others))], "not to be read")
+		require.NoError(r.t, err)
+	}
 	row := r.nextRow
 	r.nextRow++
 	// The clock before the insert: what committed by now came first.
 	r.model.clock++
 	r.model.inserted[row] = r.model.clock
-	_, err = tx.Exec(r.t.Context(), r.f.sql("INSERT INTO outbox.messages (topic, uuid) VALUES ($1, $2)"), r.reader.Topic, fmt.Sprint(row))
+	_, err = tx.Exec(r.t.Context(), insert, r.topics[row%len(r.topics)], fmt.Sprint(row))
 	require.NoError(r.t, err)
 	if nested && r.random.IntN(2) == 0 {
 		require.NoError(r.t, tx.Rollback(r.t.Context()))
@@ -183,6 +201,7 @@ func (r *modelRun) read() bool {
 		var n int
 		_, err := fmt.Sscan(row.UUID, &n)
 		require.NoError(r.t, err)
+		require.Equal(r.t, r.topics[n%len(r.topics)], row.Topic)
 		r.delivered = append(r.delivered, n)
 		if r.random.IntN(30) == 0 { // stopped in mid-page
 			r.position = page.After(i)

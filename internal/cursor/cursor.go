@@ -22,6 +22,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -125,19 +126,49 @@ func NewStore(schemaName, holder string) *Store {
 	}
 }
 
+// OtherTopicsError says that a group's cursor of many topics is over others than
+// those that were asked for. Both are patterns of LIKE, sorted.
+type OtherTopicsError struct {
+	Group         string
+	Stored, Asked []string
+}
+
+func (e *OtherTopicsError) Error() string {
+	return fmt.Sprintf("group %q has a cursor over other topics: %q, not %q", e.Group, e.Stored, e.Asked)
+}
+
 // Ensure makes a topic's cursors unless it has some, so many, at the latest or
-// else the earliest position. It returns how many there are, or will be when a
-// change is through; 0 if somebody else made them at the same time.
-func (s *Store) Ensure(ctx context.Context, db DB, topic Topic, shards int, latest bool) (int, error) {
-	rows, err := db.Query(ctx, s.ensure, topic.Group, topic.Topic, shards, latest)
-	if err != nil {
-		return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
+// else the earliest position. Where the topic is "" they are over those that
+// match one of the patterns, sorted, or an *OtherTopicsError says that they are
+// over others. It returns how many there are, or will be when a change is
+// through; 0 if somebody else made them at the same time.
+func (s *Store) Ensure(ctx context.Context, db DB, topic Topic, patterns []string, shards int, latest bool) (int, error) {
+	for {
+		stored, found, err := s.ensureOnce(ctx, db, topic, patterns, shards, latest)
+		switch {
+		case err != nil:
+			return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
+		case patterns == nil:
+			return stored, nil
+		case stored == 0:
+			// Somebody else's, who may have asked for others.
+		case !slices.Equal(found, patterns):
+			return 0, &OtherTopicsError{Group: topic.Group, Stored: found, Asked: patterns}
+		default:
+			return stored, nil
+		}
 	}
-	stored, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[int])
+}
+
+func (s *Store) ensureOnce(ctx context.Context, db DB, topic Topic, patterns []string, shards int, latest bool) (stored int, found []string, err error) {
+	rows, err := db.Query(ctx, s.ensure, topic.Group, topic.Topic, shards, latest, patterns)
 	if err != nil {
-		return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
+		return 0, nil, err
 	}
-	return stored, nil
+	_, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (struct{}, error) {
+		return struct{}{}, row.Scan(&stored, &found)
+	})
+	return stored, found, err
 }
 
 // Claim takes those of the wanted cursors that are free, or held by a process
@@ -288,6 +319,8 @@ func (s *Store) writeArgs(writes []Write) ([]any, error) {
 
 // Verdict is what becomes of a row that is not acked.
 type Verdict struct {
+	// Topic is the row's.
+	Topic    string
 	Era, ID  int64
 	Attempts int
 	// Metadata replaces the row's, unless nil.
@@ -318,7 +351,7 @@ func (s *Store) Settle(ctx context.Context, db DB, write Write, verdict Verdict,
 	if !verdict.Due.IsZero() {
 		due = &verdict.Due
 	}
-	args = append(args, verdict.Era, verdict.ID, verdict.Attempts, changed, verdict.Dead, storable(verdict.Error), due, verdict.After.Microseconds(), repeated)
+	args = append(args, verdict.Era, verdict.ID, verdict.Attempts, changed, verdict.Dead, storable(verdict.Error), due, verdict.After.Microseconds(), repeated, verdict.Topic)
 	rows, err := db.Query(ctx, s.settle, args...)
 	if err != nil {
 		return false, fmt.Errorf("store what becomes of row %d: %w", verdict.ID, err)

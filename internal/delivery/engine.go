@@ -22,14 +22,19 @@ import (
 var (
 	// ErrAckDeadline is the cause when its handler took too long.
 	ErrAckDeadline = errors.New("the ack deadline has passed")
-	errLeaseOver   = errors.New("the lease ran out before the message was taken from the channel")
+	// ErrHeldUp is the cause when a message before it in its batch has failed.
+	ErrHeldUp    = errors.New("a message before it in its batch was not acked")
+	errLeaseOver = errors.New("the lease ran out before the message was taken from the channel")
 )
 
 // Policy says how messages go out. All of it is needed unless it says otherwise.
 type Policy struct {
 	Ordering Ordering
-	// MaxInFlight is how many messages may be in flight, 1 with Strict.
+	// MaxInFlight is how many messages may be in flight, 1 with Strict; with
+	// Batches, how many batches.
 	MaxInFlight int
+	// Batch is how many messages of a line a batch has at most.
+	Batch int
 	// Pending and PendingBytes bound what is taken in and not settled, in flight
 	// or waiting. PendingBytes may be passed by one row.
 	Pending, PendingBytes int
@@ -82,9 +87,10 @@ type Verdict struct {
 type Engine struct {
 	Policy
 
-	// Out is the channel of the subscription. Nothing is in it when Run has
-	// returned, for it is unbuffered.
-	Out chan<- *message.Message
+	// Out or Batches is the channel of the subscription, the other is nil. Nothing
+	// is in it when Run has returned, for it is unbuffered.
+	Out     chan<- *message.Message
+	Batches chan<- []*message.Message
 	// Base is the parent of the messages' contexts; only its values count.
 	Base context.Context //nolint:containedctx // handed on to messages
 	// Stop ends when nothing more may be handed out.
@@ -152,7 +158,10 @@ const (
 	settled
 	// again: it failed and will be handed out again.
 	again
-	// nacked and overdue are what handOut says of a failure.
+	// withdrawn: it was in a batch behind one that failed, or was not handed out,
+	// and comes again.
+	withdrawn
+	// nacked and overdue are failures that are yet to be seen to.
 	nacked
 	overdue
 )
@@ -280,17 +289,17 @@ func (r *run) employ() {
 // work hands out one item after the other.
 func (r *run) work() {
 	for {
-		it := r.next()
-		if it == nil {
+		batch := r.next()
+		if batch == nil {
 			return
 		}
-		r.done(it, r.deliver(it))
+		r.done(batch, r.deliver(batch))
 	}
 }
 
-// next returns the next item that may go out; without one the worker ends. A
-// suspect goes out alone.
-func (r *run) next() *item {
+// next returns the next item that may go out, and what may follow it in a batch;
+// without one the worker ends. A suspect goes out alone.
+func (r *run) next() []*item {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
@@ -301,30 +310,61 @@ func (r *run) next() *item {
 	r.inFlight++
 	r.suspectOut = it.suspect
 	delete(r.retrying, it)
-	return it
+	batch := []*item{it}
+	if r.Batches != nil && !it.suspect {
+		batch = r.queue.follow(batch, r.Batch)
+	}
+	return batch
 }
 
-func (r *run) done(it *item, result outcome) {
+// done notes how the items of a batch left the worker.
+func (r *run) done(batch []*item, results []outcome) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.inFlight--
-	if it.suspect {
-		r.suspectOut, it.suspect = false, false // whatever it did, the process lives
+	if batch[0].suspect {
+		r.suspectOut, batch[0].suspect = false, false // whatever it did, the process lives
 	}
-	if result == settled {
-		r.pending--
-		r.pendingBytes -= it.size
-		r.queue.gone(it)
-		select {
-		case r.room <- struct{}{}:
-		default:
+	blocked := false
+	for i, it := range batch {
+		switch results[i] {
+		case settled:
+			r.pending--
+			r.pendingBytes -= it.size
+		case withdrawn: // it is in front of its line again
+		case again:
+			blocked = true // until its retry
+		case stopped, nacked, overdue:
+			blocked = true // for good
 		}
+	}
+	if !blocked {
+		r.queue.gone(batch[0])
+	}
+	select {
+	case r.room <- struct{}{}:
+	default:
 	}
 	r.employ()
 }
 
-// deliver hands out one item, and sees to what becomes of it.
-func (r *run) deliver(it *item) outcome {
+// deliver hands out a batch, of one item as a rule, and sees to what becomes of
+// it.
+func (r *run) deliver(batch []*item) []outcome {
+	results := make([]outcome, len(batch))
+	for i := range results {
+		results[i] = withdrawn
+	}
+	if len(batch) == 1 {
+		results[0] = r.deliverOne(batch[0])
+	} else {
+		r.deliverBatch(batch, results)
+	}
+	return results
+}
+
+// deliverOne delivers an item that may have a past.
+func (r *run) deliverOne(it *item) outcome {
 	if it.attempts > it.before {
 		switch buried, err := r.Store.Buried(r.lease, it.row); {
 		case err != nil:
@@ -353,19 +393,12 @@ func (r *run) deliver(it *item) outcome {
 			return stopped
 		}
 	}
-	msg, result, failure := r.handOut(it, metadata)
-	switch result {
-	case settled:
-		it.entry.Settled()
-		return settled
-	case nacked, overdue:
-		return r.failed(it, msg, failure)
-	case stopped, again:
-	}
-	if it.suspect {
+	results := []outcome{withdrawn}
+	r.handOut([]*item{it}, []map[string]string{metadata}, results)
+	if it.suspect && results[0] == stopped {
 		it.entry.Count(it.attempts-it.before, 0)
 	}
-	return stopped
+	return results[0]
 }
 
 // aloneFor is how long a suspect keeps those of other engines waiting at most:
@@ -411,57 +444,157 @@ func (r *run) exhausted(it *item) bool {
 	return r.MaxAttempts > 0 && it.attempts >= r.MaxAttempts && it.attempts > it.before
 }
 
-// handOut sends one message and waits for what becomes of it, and of a failure
-// returns why; the message is nil if its handler still has it.
-func (r *run) handOut(it *item, metadata map[string]string) (msg *message.Message, result outcome, failure error) {
+// handed is one item of a batch that was handed out.
+type handed struct {
+	*item
+
+	msg *message.Message
+	// ctx is what the engine gave its message, whatever it has by now.
+	ctx    context.Context //nolint:containedctx // of the message
+	cancel context.CancelCauseFunc
+}
+
+// handOut sends messages, sees to what becomes of each, in their order, and says
+// so in results. What is behind one that is not acked is withdrawn, unless it is
+// acked by then.
+func (r *run) handOut(batch []*item, metadata []map[string]string, results []outcome) {
 	if r.Slots != nil {
 		select {
 		case r.Slots <- struct{}{}:
 			defer func() { <-r.Slots }()
 		case <-r.lease.Done():
-			return nil, stopped, nil
+			results[0] = stopped
+			return
 		case <-r.Stop.Done():
-			return nil, stopped, nil
+			results[0] = stopped
+			return
 		}
 	}
 	if !r.going() {
-		return nil, stopped, nil
+		results[0] = stopped
+		return
 	}
-	// A handler may change its message, of which others and the next delivery
-	// have to know nothing.
-	msg = message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
-	msg.Metadata = metadata
-	ctx, cancel := context.WithCancelCause(r.Base)
-	defer cancel(context.Canceled)
-	wrapped := r.Wrap(ctx, it.row, it.attempts+1)
-	msg.SetContext(wrapped)
-	select {
-	case r.Out <- msg:
-	case <-r.lease.Done():
-		return nil, stopped, nil
-	case <-r.Stop.Done():
-		return nil, stopped, nil
+	out := make([]handed, len(batch))
+	for i, it := range batch {
+		// A handler may change its message, of which others and the next delivery
+		// have to know nothing.
+		msg := message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
+		msg.Metadata = metadata[i]
+		ctx, cancel := context.WithCancelCause(r.Base)
+		defer cancel(context.Canceled) //nolint:revive // few
+		out[i] = handed{item: it, msg: msg, ctx: r.Wrap(ctx, it.row, it.attempts+1), cancel: cancel}
+		msg.SetContext(out[i].ctx)
+	}
+	if !r.send(out) {
+		results[0] = stopped
+		return
 	}
 	if !r.Valid() {
-		// It waited to be taken for longer than the lease was good.
-		cancel(cmp.Or(context.Cause(r.lease), errLeaseOver))
+		// They waited to be taken for longer than the lease was good.
+		for _, h := range out {
+			h.cancel(cmp.Or(context.Cause(r.lease), errLeaseOver))
+		}
 	}
-	result = r.outcome(msg, cancel)
+	for i, h := range out {
+		var grace grace
+		results[i] = r.outcome(h.msg, h.cancel, &grace)
+		if results[i] == settled {
+			h.cancel(context.Canceled)
+			h.entry.Settled()
+			continue
+		}
+		r.withdraw(out[i+1:], results[i+1:], &grace)
+		results[i] = r.judge(h, results[i])
+		return
+	}
+}
+
+// withdraw takes back what is behind one that was not acked.
+func (r *run) withdraw(out []handed, results []outcome, grace *grace) {
+	items := make([]*item, 0, len(out))
+	for i, h := range out {
+		h.cancel(ErrHeldUp)
+		if r.grant(h.msg, h.cancel, grace, withdrawn) == settled {
+			h.entry.Settled()
+			results[i] = settled
+		} else {
+			items = append(items, h.item)
+		}
+	}
+	r.giveBack(items)
+}
+
+// giveBack puts items in front of their line, before the one in front of them can
+// come again.
+func (r *run) giveBack(items []*item) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, it := range slices.Backward(items) {
+		r.queue.unfollow(it)
+	}
+}
+
+// send sends what is handed out, and reports whether it was taken.
+func (r *run) send(out []handed) bool {
+	var one *message.Message
+	var messages []*message.Message
+	if r.Batches == nil {
+		one = out[0].msg
+	} else {
+		messages = make([]*message.Message, len(out))
+		for i, h := range out {
+			messages[i] = h.msg
+		}
+	}
+	select {
+	case r.Out <- one:
+	case r.Batches <- messages:
+	case <-r.lease.Done():
+		return false
+	case <-r.Stop.Done():
+		return false
+	}
+	return true
+}
+
+// judge sees to what follows for one that was not acked.
+func (r *run) judge(h handed, result outcome) outcome {
+	failure := r.Reason(h.ctx)
+	msg := h.msg
 	switch result {
 	case nacked:
-		failure = r.Reason(wrapped)
 	case overdue:
-		failure = cmp.Or(r.Reason(wrapped), ErrAckDeadline)
+		failure = cmp.Or(failure, ErrAckDeadline)
 		if !isDone(msg.Nacked()) {
 			msg = nil // its handler may be changing it
 		}
-	case settled, stopped, again:
+	case settled, stopped, again, withdrawn:
+		return result
 	}
-	return msg, result, failure
+	return r.failed(h.item, msg, failure)
+}
+
+// deliverBatch delivers items that have no past, in one batch.
+func (r *run) deliverBatch(batch []*item, results []outcome) {
+	metadata := make([]map[string]string, 0, len(batch))
+	for _, it := range batch {
+		decoded, err := it.row.DecodeMetadata()
+		if err != nil {
+			break // its turn comes, alone
+		}
+		metadata = append(metadata, decoded)
+	}
+	if len(metadata) <= 1 {
+		r.giveBack(batch[1:])
+		results[0] = r.deliverOne(batch[0])
+		return
+	}
+	r.giveBack(batch[len(metadata):])
+	r.handOut(batch[:len(metadata)], metadata, results)
 }
 
 // outcome waits for a message that was taken.
-func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc) outcome {
+func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc, grace *grace) outcome {
 	var deadline <-chan time.Time
 	if r.AckDeadline > 0 {
 		timer := time.NewTimer(r.AckDeadline)
@@ -479,7 +612,7 @@ func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc) outc
 		return nacked
 	case <-deadline:
 		cancel(ErrAckDeadline)
-		return r.grant(msg, cancel, overdue)
+		return r.grant(msg, cancel, grace, overdue)
 	case <-r.lease.Done():
 		cancel(context.Cause(r.lease))
 	case <-r.Stop.Done():
@@ -488,14 +621,14 @@ func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc) outc
 	// or of the lease, when the ack counts for nothing but the handler is given
 	// time to end, so that the next lease does not hand out the message beside
 	// it.
-	return r.grant(msg, cancel, stopped)
+	return r.grant(msg, cancel, grace, stopped)
 }
 
 // grant gives a handler its grace. Without an ack in that time the outcome is
 // otherwise; one after the lease is lost counts for nothing.
-func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, otherwise outcome) outcome {
-	grace := time.NewTimer(r.Grace)
-	defer grace.Stop()
+func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, grace *grace, otherwise outcome) outcome {
+	timer := grace.timer(r.Grace)
+	defer timer.Stop()
 	for lost := r.lease.Done(); ; {
 		select {
 		case <-msg.Acked():
@@ -504,7 +637,7 @@ func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, otherw
 			cancel(context.Cause(r.lease))
 			lost = nil
 			continue
-		case <-grace.C:
+		case <-timer.C:
 		}
 		break
 	}
@@ -523,6 +656,18 @@ func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, otherw
 		return stopped
 	}
 	return otherwise
+}
+
+// grace is a time that begins when it is first asked for. The zero value has not
+// begun.
+type grace struct{ until time.Time }
+
+// timer returns one that fires when the time is over, which is so long.
+func (g *grace) timer(d time.Duration) *time.Timer {
+	if g.until.IsZero() {
+		g.until = time.Now().Add(d)
+	}
+	return time.NewTimer(time.Until(g.until))
 }
 
 func isDone(c <-chan struct{}) bool {

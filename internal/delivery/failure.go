@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"errors"
 	"maps"
 	"time"
 
@@ -40,7 +41,7 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 	}
 	// Also when a verdict follows, which may come to be stored too late.
 	it.entry.Count(it.attempts-it.before, 0)
-	if r.exhausted(it) {
+	if r.exhausted(it) || isPermanent(failure) {
 		return r.bury(it, poisoned(original, msg, text), text)
 	}
 	verdict := Verdict{Row: it.row, Attempts: it.attempts, After: r.Backoff.Delay(it.attempts)}
@@ -60,6 +61,18 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 	r.Store.Nudge()
 	r.retry(it, failure, verdict.After)
 	return again
+}
+
+// PermanentError is a failure that no further attempt would change.
+type PermanentError struct{ Err error }
+
+func (e *PermanentError) Error() string { return e.Err.Error() }
+
+func (e *PermanentError) Unwrap() error { return e.Err }
+
+func isPermanent(err error) bool {
+	var permanent *PermanentError
+	return errors.As(err, &permanent)
 }
 
 // delayedAnew returns the time that a handler has put off its message to, as

@@ -1,6 +1,7 @@
 package delivery
 
 import (
+	"slices"
 	"time"
 
 	"github.com/millrace/watermill-outbox/internal/window"
@@ -21,15 +22,15 @@ const (
 
 // line returns the name of the line that a row stands in, or false if it stands
 // in none.
-func (o Ordering) line(row *window.Row) (string, bool) {
+func (o Ordering) line(row *window.Row) (line, bool) {
 	switch o {
 	case Strict:
-		return "", true
+		return line{}, true
 	case ByKey:
-		return row.Key, row.Key != ""
+		return line{row.Topic, row.Key}, row.Key != ""
 	case Unordered:
 	}
-	return "", false
+	return line{}, false
 }
 
 // item is a row on its way.
@@ -55,11 +56,14 @@ type queue struct {
 	ready    fifo
 	// lines holds what waits behind the first of each line, which is ready, in
 	// flight, or waits for its next try.
-	lines map[string]*fifo
+	lines map[line]*fifo
 }
 
+// line names those who wait for each other.
+type line struct{ topic, key string }
+
 func newQueue(ordering Ordering) queue {
-	return queue{ordering: ordering, lines: map[string]*fifo{}}
+	return queue{ordering: ordering, lines: map[line]*fifo{}}
 }
 
 // add takes in a new item.
@@ -84,6 +88,32 @@ func (q *queue) add(it *item) {
 // again makes an item ready that is the first of its line.
 func (q *queue) again(it *item) { q.ready.push(it) }
 
+// follow adds to a batch what may go out behind its only item, until it has so
+// many: the next of its line that have no past.
+func (q *queue) follow(batch []*item, limit int) []*item {
+	name, ordered := q.ordering.line(&batch[0].row)
+	if !ordered || batch[0].attempts > batch[0].before {
+		return batch
+	}
+	waiting := q.lines[name]
+	for waiting != nil && waiting.len() > 0 && len(batch) < limit {
+		if next := waiting.peek(); next.suspect || next.attempts > next.before {
+			break
+		}
+		batch = append(batch, waiting.pop())
+	}
+	return batch
+}
+
+// unfollow puts an item back that follow took, in front of its line.
+func (q *queue) unfollow(it *item) {
+	name, _ := q.ordering.line(&it.row)
+	if q.lines[name] == nil {
+		q.lines[name] = &fifo{}
+	}
+	q.lines[name].unpop(it)
+}
+
 // gone lets the next of the item's line go.
 func (q *queue) gone(it *item) {
 	name, ordered := q.ordering.line(&it.row)
@@ -106,6 +136,15 @@ type fifo struct {
 func (f *fifo) len() int { return len(f.items) - f.head }
 
 func (f *fifo) push(it *item) { f.items = append(f.items, it) }
+
+func (f *fifo) unpop(it *item) {
+	if f.head == 0 {
+		f.items = slices.Insert(f.items, 0, it)
+		return
+	}
+	f.head--
+	f.items[f.head] = it
+}
 
 func (f *fifo) peek() *item { return f.items[f.head] }
 

@@ -238,8 +238,7 @@ func TestRowsThatTheTableHadAreLeftOut(t *testing.T) {
 	require.True(t, found)
 }
 
-// A row for one group goes to that one alone. Payloads of rows that go to more
-// than one must be copied, and say so.
+// A row for one group goes to that one alone.
 func TestRowsOfGroups(t *testing.T) {
 	t.Parallel()
 
@@ -255,13 +254,11 @@ func TestRowsOfGroups(t *testing.T) {
 	for _, test := range []struct {
 		buffer *Buffer
 		ids    []int64
-		shared bool
-	}{{a, []int64{1}, true}, {b, []int64{1, 2}, true}, {c, []int64{4}, false}} {
+	}{{a, []int64{1}}, {b, []int64{1, 2}}, {c, []int64{4}}} {
 		rows, _, _, _ := test.buffer.take(window.Limits{Rows: 10, Bytes: 1 << 20})
 		require.Len(t, rows, len(test.ids))
 		for i, row := range rows {
 			require.Equal(t, test.ids[i], row.ID)
-			require.Equal(t, test.shared, row.Shared)
 		}
 	}
 	require.Zero(t, r.session.bytes)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -67,7 +68,8 @@ type session struct {
 	// oldest is the oldest running transaction, and since when it is.
 	oldest      uint64
 	oldestSince time.Time
-	topics      map[string]*topic
+	topics      map[string]*topic // by key
+	many        []*topic          // those of them that are many topics in one
 	log         *table
 	// transactions are those received and not handed over, in the order of
 	// their commits. The last may still be coming in.
@@ -88,10 +90,11 @@ type session struct {
 	ended bool
 }
 
-// topic is one that readers want.
+// topic is one that readers want, or many that they want together.
 type topic struct {
 	session *session
-	name    string
+	key     string
+	topics  window.Topics
 	readers int
 	// begin is 0 for topics that were wanted when the stream began, unknown at
 	// first for those that came later.
@@ -122,7 +125,7 @@ type transaction struct {
 	complete bool
 	// looks counts the barriers that did not see it.
 	looks int
-	// refused are the topics of which a row did not fit.
+	// refused are the keys of the topics of which a row did not fit.
 	refused map[string]struct{}
 }
 
@@ -199,21 +202,39 @@ func (s *session) insert(e *replication.Insert) error {
 	if len(e.New) != len(e.Relation.Columns) {
 		return fmt.Errorf("insert at %s: %d values for %d columns", e.LSN, len(e.New), len(e.Relation.Columns))
 	}
-	wanted := s.topics[string(s.log.value(e.New, columnTopic).Data)]
-	if wanted == nil {
+	name := s.log.value(e.New, columnTopic).Data
+	one := s.topics[string(name)]
+	if one == nil && len(s.many) == 0 {
 		return nil
 	}
-	t := s.current
 	row, group, err := s.log.row(e.New)
 	switch {
 	case err != nil:
 		return fmt.Errorf("insert at %s: %w", e.LSN, err)
-	case row.Era != s.base.life.Era || uint32(row.XID&0xffffffff) != t.xid:
+	case row.Era != s.base.life.Era || uint32(row.XID&0xffffffff) != s.current.xid:
 		// Restored or copied in. Windows find such rows by what they say of
 		// themselves, or, as with polling, not at all.
 		s.foreign++
 		return nil
 	}
+	if one != nil {
+		row.Topic, _ = one.topics.Single()
+		s.keep(one, group, row)
+	}
+	for _, t := range s.many {
+		if row.Topic == "" {
+			row.Topic = string(name)
+		}
+		if t.topics.Match(row.Topic) {
+			s.keep(t, group, row)
+		}
+	}
+	return nil
+}
+
+// keep notes a row for the readers of a topic.
+func (s *session) keep(wanted *topic, group string, row window.Row) {
+	t := s.current
 	size := rowSize(&row)
 	if !s.fits(size) {
 		t.refuse(wanted)
@@ -227,7 +248,6 @@ func (s *session) insert(e *replication.Insert) error {
 	case s.news <- struct{}{}:
 	default:
 	}
-	return nil
 }
 
 // fits makes room where most is used: it closes the fullest buffer, or drops the
@@ -286,7 +306,7 @@ func (t *transaction) refuse(topic *topic) {
 	if t.refused == nil {
 		t.refused = map[string]struct{}{}
 	}
-	t.refused[topic.name] = struct{}{}
+	t.refused[topic.key] = struct{}{}
 }
 
 // detach closes a buffer and drops what is in it: the table has it.
@@ -317,10 +337,10 @@ func (s *session) detachAll(why error) {
 
 // attach registers a buffer for a topic's reader, or returns nil while the
 // stream is not there for it.
-func (s *session) attach(name, group string, of Shard) *Buffer {
+func (s *session) attach(key, group string, of Shard) *Buffer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t := s.attachable(name)
+	t := s.attachable(key)
 	if t == nil {
 		return nil
 	}
@@ -330,8 +350,8 @@ func (s *session) attach(name, group string, of Shard) *Buffer {
 }
 
 // attachable returns the topic if its readers may attach. Called with mu held.
-func (s *session) attachable(name string) *topic {
-	t := s.topics[name]
+func (s *session) attachable(key string) *topic {
+	t := s.topics[key]
 	if s.ended || s.lagging || t == nil || !t.ready {
 		return nil
 	}
@@ -339,24 +359,37 @@ func (s *session) attachable(name string) *topic {
 }
 
 // want counts a reader of a topic.
-func (s *session) want(name string, begin uint64) {
+func (s *session) want(topics window.Topics, begin uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t := s.topics[name]
+	t := s.topics[topics.Key()]
 	if t == nil {
-		t = &topic{session: s, name: name, begin: begin}
-		s.topics[name] = t
+		t = s.add(topics, begin)
 	}
 	t.readers++
 }
 
-func (s *session) unwant(name string) {
+// add begins to keep the rows of topics. Called with mu held, or before there is
+// a stream.
+func (s *session) add(topics window.Topics, begin uint64) *topic {
+	t := &topic{session: s, key: topics.Key(), topics: topics, begin: begin}
+	s.topics[t.key] = t
+	if _, single := topics.Single(); !single {
+		s.many = append(s.many, t)
+	}
+	return t
+}
+
+func (s *session) unwant(key string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if t := s.topics[name]; t != nil {
-		if t.readers--; t.readers == 0 {
-			delete(s.topics, name)
-		}
+	t := s.topics[key]
+	if t == nil {
+		return
+	}
+	if t.readers--; t.readers == 0 {
+		delete(s.topics, key)
+		s.many = slices.DeleteFunc(s.many, func(other *topic) bool { return other == t })
 	}
 }
 
@@ -528,8 +561,8 @@ func (s *session) handOver() {
 }
 
 func (s *session) handOverOne(t *transaction) {
-	for name := range t.refused {
-		if topic := s.topics[name]; topic != nil {
+	for key := range t.refused {
+		if topic := s.topics[key]; topic != nil {
 			for len(topic.buffers) > 0 {
 				s.detach(topic.buffers[0], errRefused)
 			}
@@ -547,11 +580,6 @@ func (s *session) handOverOne(t *transaction) {
 		after := first + 1
 		for after < len(rows) && rows[after].topic == topic {
 			after++
-		}
-		if len(topic.buffers) > 1 {
-			for i := range rows[first:after] {
-				rows[first+i].row.Shared = true
-			}
 		}
 		for _, b := range topic.buffers {
 			b.add(rows[first:after])

@@ -192,8 +192,9 @@ func newRig(t *testing.T, bytes int, topics ...string) *rig {
 		begin: 10, began: time.Now(), news: make(chan struct{}, 1), topics: map[string]*topic{}, stream: &replication.Stream{},
 	}
 	for _, name := range topics {
-		r.source.wanted[name] = 1
-		r.session.topics[name] = &topic{session: r.session, name: name, readers: 1, ready: true}
+		r.source.wanted[name] = &wish{topics: window.One(name), readers: 1}
+		topic := r.session.add(window.One(name), 0)
+		topic.readers, topic.ready = 1, true
 	}
 	r.source.session = r.session
 	return r
@@ -847,10 +848,10 @@ func TestTopicsAreReadyWhenOlderTransactionsHaveEnded(t *testing.T) {
 	t.Parallel()
 
 	r := newRig(t, testBytes)
-	first := r.source.Want("first")
+	first := r.source.Want(window.One("first"))
 	first.Close()
 	r.session.begin = 600
-	r.session.want("first", 0)
+	r.session.want(window.One("first"), 0)
 	settle := func(snapshot string) {
 		t.Helper()
 		r.visible(snapshot)
@@ -869,11 +870,11 @@ func TestTopicsAreReadyWhenOlderTransactionsHaveEnded(t *testing.T) {
 	require.Zero(t, r.server.count(kindDraw))
 
 	// While its id is drawn, another one comes, for which the id is too old.
-	second := r.source.Want("second")
+	second := r.source.Want(window.One("second"))
 	var third *Interest
 	r.barrier.before = func(_ context.Context, kind string) error {
 		if kind == kindDraw {
-			third = r.source.Want("third")
+			third = r.source.Want(window.One("third"))
 		}
 		return nil
 	}
@@ -902,7 +903,7 @@ func TestTopicsAreReadyWhenOlderTransactionsHaveEnded(t *testing.T) {
 	buffer.Close()
 	second.Close()
 	require.False(t, second.Ready())
-	second = r.source.Want("second")
+	second = r.source.Want(window.One("second"))
 	settle("900:900:")
 	require.False(t, second.Ready())
 	settle("900:900:")
@@ -942,7 +943,7 @@ func TestBusyPoolKeepsNobodyWaiting(t *testing.T) {
 			require.Less(t, time.Since(began), 10*time.Millisecond)
 		}
 		deliver(1)
-		later := r.source.Want("later")
+		later := r.source.Want(window.One("later"))
 		r.server.set(func(s *fakeServer) { s.drawn = 999 })
 		for n := int64(2); n < 100; n++ { // for longer than a look at the slot takes to be due
 			deliver(n)
@@ -1004,7 +1005,7 @@ func TestNothingComesInAfterTheEnd(t *testing.T) {
 	require.ErrorIs(t, r.session.receive(insertOf(1001, stored{id: 2, topic: "topic"})), errEnded)
 	require.ErrorIs(t, r.session.receive(&replication.Keepalive{WALEnd: 8}), errEnded)
 	require.Nil(t, r.session.attach("topic", "group", Shard{}))
-	interest := &Interest{source: r.source, topic: "topic"}
+	interest := &Interest{source: r.source, key: "topic"}
 	require.False(t, interest.Ready())
 	r.source.session = nil
 	require.False(t, interest.Ready())

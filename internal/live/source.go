@@ -127,8 +127,8 @@ type Source struct {
 	queries struct{ barrier, oldest, pinned string }
 
 	mu      sync.Mutex
-	wanted  map[string]int // topics, and how many readers want each
-	started chan struct{}  // gets something when the first wants
+	wanted  map[string]*wish // by the key of what is wanted
+	started chan struct{}    // gets something when the first wants
 	session *session
 	status  Status
 	changed chan struct{} // closed and replaced when readers may attach, or not
@@ -138,7 +138,7 @@ type Source struct {
 // New returns a source.
 func New(config Config) *Source {
 	s := &Source{
-		config: config, wanted: map[string]int{}, started: make(chan struct{}, 1),
+		config: config, wanted: map[string]*wish{}, started: make(chan struct{}, 1),
 		status: Status{State: Idle, Since: time.Now()}, changed: make(chan struct{}),
 	}
 	text := func(file string) string {
@@ -152,25 +152,35 @@ func New(config Config) *Source {
 	return s
 }
 
-// Interest is a reader's wish for a topic's rows.
+// wish is for the rows of topics, of so many readers.
+type wish struct {
+	topics  window.Topics
+	readers int
+}
+
+// Interest is a reader's wish for the rows of a topic, or of many.
 type Interest struct {
 	source *Source
-	topic  string
+	key    string
 }
 
 // Want says that a reader would attach. While nobody does, no stream is open.
-func (s *Source) Want(name string) *Interest {
+func (s *Source) Want(topics window.Topics) *Interest {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.wanted[name]++
+	key := topics.Key()
+	if s.wanted[key] == nil {
+		s.wanted[key] = &wish{topics: topics}
+	}
+	s.wanted[key].readers++
 	if s.session != nil {
-		s.session.want(name, unknown)
+		s.session.want(topics, unknown)
 	}
 	select {
 	case s.started <- struct{}{}:
 	default:
 	}
-	return &Interest{source: s, topic: name}
+	return &Interest{source: s, key: key}
 }
 
 // Close ends the interest.
@@ -178,11 +188,12 @@ func (i *Interest) Close() {
 	s := i.source
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.wanted[i.topic]--; s.wanted[i.topic] == 0 {
-		delete(s.wanted, i.topic)
+	w := s.wanted[i.key]
+	if w.readers--; w.readers == 0 {
+		delete(s.wanted, i.key)
 	}
 	if s.session != nil {
-		s.session.unwant(i.topic)
+		s.session.unwant(i.key)
 	}
 }
 
@@ -197,7 +208,7 @@ func (i *Interest) Attach(group string, of Shard) *Buffer {
 	if session == nil {
 		return nil
 	}
-	return session.attach(i.topic, group, of)
+	return session.attach(i.key, group, of)
 }
 
 // Ready reports whether Attach would return a buffer now.
@@ -210,7 +221,7 @@ func (i *Interest) Ready() bool {
 	}
 	session.mu.Lock()
 	defer session.mu.Unlock()
-	return session.attachable(i.topic) != nil
+	return session.attachable(i.key) != nil
 }
 
 // Changed returns a channel that is closed when it may be worth trying to attach.
@@ -411,8 +422,8 @@ func (s *Source) openOn(ctx context.Context, conn *replication.Conn, before iden
 		news: make(chan struct{}, 1), topics: map[string]*topic{}, received: created.ConsistentPoint,
 	}
 	s.mu.Lock()
-	for name, readers := range s.wanted {
-		session.topics[name] = &topic{session: session, name: name, readers: readers}
+	for _, w := range s.wanted {
+		session.add(w.topics, 0).readers = w.readers
 	}
 	s.session = session
 	s.mu.Unlock()

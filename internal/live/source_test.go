@@ -225,7 +225,7 @@ func TestSourceWaitsForItsReason(t *testing.T) {
 				time.Sleep(time.Hour)
 				require.Equal(t, Idle, r.source.Status().State, "nobody wants it")
 
-				interest := r.source.Want("topic")
+				interest := r.source.Want(window.One("topic"))
 				time.Sleep(10 * time.Minute)
 				status := r.source.Status()
 				require.Equal(t, Waiting, status.State)

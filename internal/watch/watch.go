@@ -53,7 +53,7 @@ type Watcher struct {
 	query  string
 
 	mu     sync.Mutex
-	topics map[string]*topic
+	topics map[string]*topic // by the key of what is watched
 	// now is the last look, if any: its snapshot is W.
 	now *window.Now
 	// changed is signalled when the first topic is registered.
@@ -61,6 +61,7 @@ type Watcher struct {
 }
 
 type topic struct {
+	topics        window.Topics
 	registrations int
 	generation    uint64
 	woken         chan struct{} // closed by the next wake
@@ -87,25 +88,27 @@ func (w *Watcher) Looking() bool {
 // Registration is a reader's interest in a topic.
 type Registration struct {
 	watcher *Watcher
-	name    string
+	key     string
 	topic   *topic
 }
 
-// Register begins to watch a topic. A reader registers before its first read.
-func (w *Watcher) Register(name string) *Registration {
+// Register begins to watch topics. A reader registers before its first read.
+// Of those that are read together any that has news wakes all such readers.
+func (w *Watcher) Register(topics window.Topics) *Registration {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	t := w.topics[name]
+	key := topics.Key()
+	t := w.topics[key]
 	if t == nil {
-		t = &topic{woken: make(chan struct{})}
-		w.topics[name] = t
+		t = &topic{topics: topics, woken: make(chan struct{})}
+		w.topics[key] = t
 	}
 	t.registrations++
 	select {
 	case w.changed <- struct{}{}:
 	default:
 	}
-	return &Registration{watcher: w, name: name, topic: t}
+	return &Registration{watcher: w, key: key, topic: t}
 }
 
 // Close ends the interest.
@@ -113,7 +116,7 @@ func (r *Registration) Close() {
 	r.watcher.mu.Lock()
 	defer r.watcher.mu.Unlock()
 	if r.topic.registrations--; r.topic.registrations == 0 {
-		delete(r.watcher.topics, r.name)
+		delete(r.watcher.topics, r.key)
 	}
 }
 
@@ -181,15 +184,20 @@ func (w *Watcher) Run(ctx context.Context) {
 
 // Look is one look: it reports whether any topic had news, and whether any is
 // watched at all.
-func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
+func (w *Watcher) Look(ctx context.Context) (anything, watching bool, err error) {
 	w.mu.Lock()
 	names := make([]string, 0, len(w.topics))
-	for name := range w.topics {
-		names = append(names, name)
+	var patterns, many []string // many are the keys of those
+	for key, t := range w.topics {
+		if like := t.topics.Like(); like != nil {
+			patterns, many = append(patterns, like...), append(many, key)
+		} else {
+			names = append(names, key)
+		}
 	}
 	before := w.now
 	w.mu.Unlock()
-	if len(names) == 0 {
+	if len(names)+len(many) == 0 {
 		w.mu.Lock()
 		w.now = nil // too old by the time somebody registers
 		w.mu.Unlock()
@@ -202,7 +210,7 @@ func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
 	if before != nil {
 		last = before.Snapshot
 	}
-	now, found, err := w.ask(ctx, names, last, before != nil)
+	now, found, news, err := w.ask(ctx, names, patterns, last, before != nil)
 
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -211,14 +219,17 @@ func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
 		return true, true, err
 	}
 	if before == nil || before.Life != now.Life || !now.Snapshot.Covers(before.Snapshot) {
-		found = names // nothing is known of what came before this look
+		found, news = names, true // nothing is known of what came before this look
 	}
-	for _, name := range names {
-		t := w.topics[name]
+	if news {
+		found = append(found, many...)
+	}
+	for _, key := range append(names, many...) {
+		t := w.topics[key]
 		if t == nil {
 			continue
 		}
-		if !t.looked || slices.Contains(found, name) {
+		if !t.looked || slices.Contains(found, key) {
 			t.looked = true
 			t.wake()
 		}
@@ -227,37 +238,40 @@ func (w *Watcher) Look(ctx context.Context) (news, watching bool, err error) {
 	return len(found) > 0, true, nil
 }
 
-// ask runs the statement. Without a last snapshot it asks for no topic.
-func (w *Watcher) ask(ctx context.Context, names []string, last window.Snapshot, haveLast bool) (window.Now, []string, error) {
+// ask runs the statement: which topics have news, and whether those that match
+// the patterns have. Without a last snapshot it asks for no topic.
+func (w *Watcher) ask(ctx context.Context, names, patterns []string, last window.Snapshot, haveLast bool) (now window.Now, found []string, news bool, err error) {
 	if !haveLast {
-		names = nil
+		names, patterns = nil, nil
+	}
+	if patterns == nil {
+		patterns = []string{}
 	}
 	groups, shared := w.config.Shared()
-	rows, err := w.db.Query(ctx, w.query, names, last.String(), groups, shared)
+	rows, err := w.db.Query(ctx, w.query, names, last.String(), groups, shared, patterns)
 	if err != nil {
-		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
 	}
-	var now window.Now
 	var text string
 	var boot *string
 	var free bool
-	found, err := pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
-		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &free)
+	found, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
+		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &news, &free)
 		return found, err
 	})
 	if err != nil {
-		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
 	}
 	if boot != nil {
 		now.Life.Boot = *boot
 	}
 	if now.Snapshot, err = window.ParseSnapshot(text); err != nil {
-		return window.Now{}, nil, fmt.Errorf("look for new messages: %w", err)
+		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
 	}
 	if free {
 		w.config.Free()
 	}
-	return now, found, nil
+	return now, found, news, nil
 }
 
 // wakeAll is called with mu held.

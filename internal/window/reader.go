@@ -1,11 +1,14 @@
 package window
 
 import (
+	"cmp"
 	"context"
 	"embed"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -17,22 +20,55 @@ var queries embed.FS
 
 // Queries are the statements for one schema.
 type Queries struct {
-	open, late, lateXids, main, past, holes, now string
+	one, many statements
+	now       string
+}
+
+// statements are those that read messages.
+type statements struct {
+	open, late, lateXids, main, past, holes string
 }
 
 // NewQueries returns the statements for the schema called name.
 func NewQueries(name string) *Queries {
-	text := func(file string) string {
+	text := func(file string, replace *strings.Replacer) string {
 		content, err := queries.ReadFile("queries/" + file + ".sql")
 		if err != nil {
 			panic(err) // embedded: cannot be missing
 		}
-		return schema.Text(name, string(content))
+		return schema.Text(name, replace.Replace(string(content)))
 	}
-	return &Queries{
-		open: text("open"), late: text("late"), lateXids: text("late_xids"), main: text("main"),
-		past: text("past"), holes: text("holes"), now: text("now"),
+	reading := func(replace *strings.Replacer) statements {
+		return statements{
+			open: text("open", replace), late: text("late", replace), lateXids: text("late_xids", replace),
+			main: text("main", replace), past: text("past", replace), holes: text("holes", replace),
+		}
 	}
+	return &Queries{one: reading(ofOne), many: reading(ofMany), now: text("now", ofOne)}
+}
+
+// The statements are written once, with places for what depends on whether they
+// read one topic or many: from what (:messages), which rows of it (:chosen), and
+// what they say of each row's topic (:topic).
+var (
+	ofOne = strings.NewReplacer(":messages", "outbox.messages", ":chosen", "m.topic = $1::text", ":topic", "NULL::text")
+	// Of many topics rows are found by the indexes messages_id and messages_xid,
+	// of these expressions. They are expressions so that the planner cannot take
+	// these indexes for one topic: where its statistics call a topic frequent that
+	// no longer is, it would walk the rows of all others.
+	ofMany = strings.NewReplacer(":messages", `(
+            SELECT e.id + 0 AS id, nullif(e.xid, '0'::xid8) AS xid, e.era + 0 AS era, e.topic, e.key, e.uuid, e.metadata, e.payload,
+                   e.created_at, e.target_group, e.attempt
+            FROM outbox.messages e
+        )`, ":chosen", "m.topic LIKE ANY ($1::text[])", ":topic", "m.topic")
+)
+
+// Fill puts into the text of a statement what reads one topic, or many.
+func Fill(text string, many bool) string {
+	if many {
+		return ofMany.Replace(text)
+	}
+	return ofOne.Replace(text)
 }
 
 // ErrWentBack says that the server has not done yet what the position says was
@@ -134,21 +170,44 @@ type Limits struct {
 	Bytes int
 }
 
-// Reader reads a topic for a consumer group. It holds no state between calls
+// Reader reads topics for a consumer group. It holds no state between calls
 // and is safe for concurrent use.
 type Reader struct {
 	Queries *Queries
-	Topic   string
+	Topics  Topics
 	Group   string
 	Limits  Limits
 	// Shard is the one to read, of so many; of 0 or 1 it is all there is.
 	Shard, Shards int
 	// Until, if not nil, is where the position ends: nothing behind it is read.
 	Until *Until
+	// Scan is how many ids one statement looks at that reads many topics, of which
+	// few may match; 0 stands for the default. The ids of one topic need no bound:
+	// they match.
+	Scan int64
 }
 
 // shards is how many there are.
 func (r Reader) shards() int { return max(r.Shards, 1) }
+
+// statements returns those for the topics, and what stands for the topics in them.
+func (r Reader) statements() (statements, any) {
+	if name, one := r.Topics.Single(); one {
+		return r.Queries.one, name
+	}
+	return r.Queries.many, r.Topics.Like()
+}
+
+// defaultScan takes some tens of milliseconds when nothing matches.
+const defaultScan = 50_000
+
+// scanTo returns up to which id the page looks that begins behind the given one.
+func (r Reader) scanTo(after int64) int64 {
+	if _, one := r.Topics.Single(); one {
+		return math.MaxInt64
+	}
+	return after + cmp.Or(r.Scan, defaultScan)
+}
 
 // Next reads the page that follows on pos, with one statement (two after a
 // restart among late rows). Beyond the end it reads none: see Until.Reached.
@@ -186,7 +245,9 @@ func (r Reader) toEnd(ctx context.Context, db Querier, pos Position) (Page, erro
 }
 
 func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
-	head, page, err := r.read(ctx, db, pos, openPage, r.Queries.open, r.Topic, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards())
+	sql, topics := r.statements()
+	end := r.scanTo(pos.Floor)
+	head, page, err := r.read(ctx, db, pos, openPage, sql.open, topics, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards(), end)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -204,26 +265,37 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 	window.C, window.Top, window.At, window.lateXids = c, head.top, 0, head.lateXids
 	page.start = window
 	switch full, last := head.full(r.Limits); {
-	case !full:
-		page.End = window.done()
-	default:
+	case full:
 		page.End = window
 		page.End.Step, page.End.At = last.step, last.ID
 		page.More = true
+	case end < head.top:
+		page.End = window
+		page.End.Step, page.End.At = Main, end
+		page.More = true
+	default:
+		page.End = window.done()
 	}
 	return page, nil
 }
 
 func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
-	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.main, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes,
-		max(pos.At, pos.Floor), pos.Top, pos.P.String(), pos.C.String(), r.Shard, r.shards())
+	sql, topics := r.statements()
+	after := max(pos.At, pos.Floor)
+	end := r.scanTo(after)
+	head, page, err := r.read(ctx, db, pos, plainPage, sql.main, topics, r.Group, r.Limits.Rows, r.Limits.Bytes,
+		after, min(end, pos.Top), pos.P.String(), pos.C.String(), r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
-	if full, last := head.full(r.Limits); full {
+	switch full, last := head.full(r.Limits); {
+	case full:
 		page.End.At = last.ID
 		page.More = true
-	} else {
+	case end < pos.Top:
+		page.End.At = end
+		page.More = true
+	default:
 		page.End = pos.done()
 	}
 	return page, nil
@@ -242,7 +314,8 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 		found = life
 		pos.lateXids = xids
 	}
-	head, page, err := r.read(ctx, db, pos, plainPage, r.Queries.late, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
+	sql, topics := r.statements()
+	head, page, err := r.read(ctx, db, pos, plainPage, sql.late, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -262,7 +335,8 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 // findLate returns the transactions with late rows in an open window, and the
 // life they were read in.
 func (r Reader) findLate(ctx context.Context, db Querier, pos Position) (life Life, xids []string, err error) {
-	rows, err := db.Query(ctx, r.Queries.lateXids, r.Topic, pos.P.String(), pos.C.String(), pos.Floor)
+	sql, topics := r.statements()
+	rows, err := db.Query(ctx, sql.lateXids, topics, pos.P.String(), pos.C.String(), pos.Floor)
 	if err != nil {
 		return Life{}, nil, err
 	}
@@ -295,7 +369,8 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	if pos.At == 0 {
 		after = -1 << 63
 	}
-	head, page, err := r.read(ctx, db, pos, pastPage, r.Queries.past, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
+	sql, topics := r.statements()
+	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -320,7 +395,8 @@ func (r Reader) Holes(ctx context.Context, db Querier, holes []Hole) (page Page,
 	for i, hole := range asked {
 		eras[i], ids[i] = hole.Era, hole.ID
 	}
-	head, page, err := r.read(ctx, db, Position{}, plainPage, r.Queries.holes, r.Topic, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
+	sql, topics := r.statements()
+	head, page, err := r.read(ctx, db, Position{}, plainPage, sql.holes, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
 	if err != nil {
 		return Page{}, nil, err
 	}
@@ -418,6 +494,9 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, kind pageKin
 		}
 		if l.row.Era == 0 {
 			l.row.Era = head.life.Era
+		}
+		if name, one := r.Topics.Single(); one {
+			l.row.Topic = name
 		}
 		// The statements' plans are in order without a sort at the top, which
 		// would hold back the first row until the last is read. A plan that is

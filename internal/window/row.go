@@ -16,6 +16,7 @@ import (
 type Row struct {
 	Era       int64
 	ID        int64
+	Topic     string
 	Key       string // "" if none
 	UUID      string
 	Metadata  []byte // JSON, as stored
@@ -25,8 +26,6 @@ type Row struct {
 	// XID is the transaction that wrote the row, of rows from the write-ahead
 	// log alone.
 	XID uint64
-	// Shared says that others have the same Payload.
-	Shared bool
 
 	step Step
 }
@@ -67,7 +66,7 @@ var pgEpoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC).UnixMicro()
 
 // scan reads the current line. The answer's columns are those of the queries:
 // step, id, key, uuid, metadata, payload, created_at, attempt, total, era, life,
-// and then those of its kind.
+// topic (of many topics alone), and then those of its kind.
 func scan(rows pgx.Rows, kind pageKind) (line, error) {
 	for _, field := range rows.FieldDescriptions() {
 		// Text and json come as text, which is the same in either format.
@@ -113,6 +112,9 @@ func scan(rows pgx.Rows, kind pageKind) (line, error) {
 			return line{}, err
 		}
 	}
+	if values[11] != nil {
+		l.row.Topic = string(values[11])
+	}
 	return l, nil
 }
 
@@ -137,10 +139,11 @@ func scanText(rows pgx.Rows, kind pageKind) (line, error) {
 		id, era, total, top     *int64
 		count, lastEra, lastID  *int64
 		key, uuid, boot, window *string
+		topic                   *string
 		createdAt               *time.Time
 		attempt                 *int
 	)
-	dest := []any{&l.kind, &id, &key, &uuid, &l.row.Metadata, &l.row.Payload, &createdAt, &attempt, &total, &era, &boot}
+	dest := []any{&l.kind, &id, &key, &uuid, &l.row.Metadata, &l.row.Payload, &createdAt, &attempt, &total, &era, &boot, &topic}
 	switch kind {
 	case openPage:
 		dest = append(dest, &window, &top, &l.lateXids)
@@ -180,6 +183,9 @@ func scanText(rows pgx.Rows, kind pageKind) (line, error) {
 	}
 	if era != nil {
 		l.row.Era = *era
+	}
+	if topic != nil {
+		l.row.Topic = *topic
 	}
 	return l, nil
 }

@@ -9,7 +9,7 @@
 --
 -- $1 to $20 as in save.sql, of one cursor; $21 era, $22 id, $23 attempts, $24
 -- metadata instead of the row's, $25 dead, $26 error, $27 due, $28 or in so many
--- microseconds, $29 sent before
+-- microseconds, $29 sent before, $30 the row's topic
 WITH v AS MATERIALIZED (
     SELECT v.* FROM unnest($2::text[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[], $7::text[], $8::bigint[], $9::text[],
                 $10::text[], $11::bigint[], $12::bigint[], $13::bigint[], $14::text[], $15::text[], $16::boolean[],
@@ -34,14 +34,14 @@ WITH v AS MATERIALIZED (
         -- A server that was put back to an older copy is in the same life, and has
         -- yet to do what the position says was handed out.
         AND (v.era <> outbox.era() OR pg_snapshot_xmax(coalesce(v.c, v.p)::pg_snapshot) <= pg_snapshot_xmax(pg_current_snapshot()))
-    RETURNING c.consumer_group, c.topic, known.settled
+    RETURNING c.consumer_group, known.settled
 ), row AS MATERIALIZED (
     -- Ranges of one leave the planner only the index, see holes.sql of package
     -- window.
     SELECT s.consumer_group, m.topic, m.key, m.uuid, coalesce($24::text::json, m.metadata) AS metadata, m.payload, m.era, m.id, m.created_at
     FROM saved s CROSS JOIN LATERAL (
         SELECT m.* FROM outbox.messages m
-        WHERE m.topic = s.topic AND m.era >= $21::bigint AND m.era <= $21::bigint AND m.id >= $22::bigint AND m.id <= $22::bigint
+        WHERE m.topic = $30::text AND m.era >= $21::bigint AND m.era <= $21::bigint AND m.id >= $22::bigint AND m.id <= $22::bigint
         ORDER BY m.era, m.id OFFSET 0
     ) AS m
     WHERE NOT s.settled

@@ -2,7 +2,8 @@
 -- comes with the statement's own snapshot, which is the next W. And is there a
 -- cursor that nobody holds, of those that would be taken?
 --
--- $1 topics, $2 W, $3 groups and $4 topics of cursors
+-- $1 topics, $2 W, $3 groups and $4 topics of cursors, $5 patterns of topics that
+-- some read together: is there anything new for them?
 --
 -- The transactions that ended since W are those of xip(W) that are no longer
 -- running and those in [xmax(W), xmax(now)) that are not running, as gaps
@@ -37,6 +38,22 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
                SELECT FROM ended CROSS JOIN LATERAL (
                    SELECT FROM outbox.messages m
                    WHERE m.topic = t.topic AND m.xid = ended.xid
+                   LIMIT 1
+               ) AS r)
+       ),
+       -- The expressions are those of the indexes over all topics, see reader.go
+       -- of package window.
+       cardinality($5::text[]) > 0 AND (
+           EXISTS (
+               SELECT FROM gap CROSS JOIN LATERAL (
+                   SELECT FROM outbox.messages m
+                   WHERE nullif(m.xid, '0'::xid8) > gap.low AND nullif(m.xid, '0'::xid8) < gap.high AND m.topic LIKE ANY ($5::text[])
+                   LIMIT 1
+               ) AS r)
+           OR EXISTS (
+               SELECT FROM ended CROSS JOIN LATERAL (
+                   SELECT FROM outbox.messages m
+                   WHERE nullif(m.xid, '0'::xid8) = ended.xid AND m.topic LIKE ANY ($5::text[])
                    LIMIT 1
                ) AS r)
        ),

@@ -1,7 +1,7 @@
 -- The transactions with late rows in a window that was opened by another
 -- process, or before a restart: what open.sql found when it began.
 --
--- $1 topic, $2 P, $3 C, $4 floor
+-- $1 topics, $2 P, $3 C, $4 floor
 WITH now AS MATERIALIZED (
     SELECT $2::text::pg_snapshot AS p, $3::text::pg_snapshot AS c
 ), gap AS MATERIALIZED (
@@ -19,8 +19,8 @@ WITH now AS MATERIALIZED (
     SELECT x AS xid FROM now, pg_snapshot_xip(now.p) x WHERE pg_visible_in_snapshot(x, now.c)
     UNION
     SELECT r.xid FROM gap CROSS JOIN LATERAL (
-        SELECT m.xid FROM outbox.messages m
-        WHERE m.topic = $1::text AND m.xid > gap.low AND m.xid < gap.high AND m.id <= $4::bigint
+        SELECT m.xid FROM :messages m
+        WHERE :chosen AND m.xid > gap.low AND m.xid < gap.high AND m.id <= $4::bigint
         OFFSET 0
     ) AS r
 )

@@ -1,6 +1,7 @@
 -- Opens the next window and reads its first page: in the steady state, all of it.
 --
--- $1 topic, $2 group, $3 P, $4 floor, $5 rows, $6 bytes, $7 shard, $8 of so many
+-- $1 topics, $2 group, $3 P, $4 floor, $5 rows, $6 bytes, $7 shard, $8 of so many,
+-- $9 main rows up to this id at most
 --
 -- The first row (step 0) says what the window is: C, top, the life of the server
 -- and the transactions with late rows. pg_current_snapshot() is the snapshot
@@ -26,8 +27,8 @@ WITH now AS MATERIALIZED (
     SELECT x AS xid FROM now, pg_snapshot_xip(now.p) x WHERE pg_visible_in_snapshot(x, now.c)
     UNION
     SELECT r.xid FROM gap CROSS JOIN LATERAL (
-        SELECT m.xid FROM outbox.messages m
-        WHERE m.topic = $1::text AND m.xid > gap.low AND m.xid < gap.high AND m.id <= $4::bigint
+        SELECT m.xid FROM :messages m
+        WHERE :chosen AND m.xid > gap.low AND m.xid < gap.high AND m.id <= $4::bigint
         OFFSET 0
     ) AS r
 ), late AS MATERIALIZED (
@@ -35,23 +36,23 @@ WITH now AS MATERIALIZED (
     -- range of one transaction, and the order that names it, leave the planner
     -- no other index: where a partition is one bulk load it would walk that.
     SELECT r.* FROM late_xid CROSS JOIN LATERAL (
-        SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
+        SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt, :topic AS topic,
            coalesce(octet_length(m.payload), 0) + 100
                + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
-        FROM outbox.messages m
-        WHERE m.topic = $1::text AND m.xid >= late_xid.xid AND m.xid <= late_xid.xid AND m.id <= $4::bigint
+        FROM :messages m
+        WHERE :chosen AND m.xid >= late_xid.xid AND m.xid <= late_xid.xid AND m.id <= $4::bigint
             AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
             AND ($8::integer = 1 OR outbox.shard(m.key, m.id, $8::integer) = $7::integer)
         ORDER BY m.xid, m.id LIMIT $5::bigint
     ) AS r
     ORDER BY r.id LIMIT $5::bigint
 ), main AS NOT MATERIALIZED (
-    SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
+    SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt, :topic AS topic,
            coalesce(octet_length(m.payload), 0) + 100
                + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
-    FROM outbox.messages m
-    WHERE m.topic = $1::text AND m.era = outbox.era()
-        AND m.id > $4::bigint AND m.id <= (SELECT now.top FROM now)
+    FROM :messages m
+    WHERE :chosen AND m.era = outbox.era()
+        AND m.id > $4::bigint AND m.id <= (SELECT least(now.top, $9::bigint) FROM now)
         AND NOT pg_visible_in_snapshot(m.xid, (SELECT now.p FROM now)) AND (m.target_group IS NULL OR m.target_group = $2::text)
         AND ($8::integer = 1 OR outbox.shard(m.key, m.id, $8::integer) = $7::integer)
     ORDER BY m.id LIMIT greatest($5::bigint - (SELECT count(*) FROM late), 0)
@@ -61,10 +62,10 @@ WITH now AS MATERIALIZED (
     FROM (SELECT 1 AS step, late.* FROM late UNION ALL SELECT 2, main.* FROM main) AS r
 )
 SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
-       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, now.c::text, now.top,
+       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, NULL::text AS topic, now.c::text, now.top,
        (SELECT array_agg(l.xid::text) FROM late_xid l)
 FROM now
 UNION ALL
 SELECT page.step, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total,
-       NULL, NULL, NULL, NULL, NULL
+       NULL, NULL, page.topic, NULL, NULL, NULL
 FROM page WHERE page.total - page.size < $6::bigint

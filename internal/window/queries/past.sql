@@ -1,6 +1,6 @@
 -- A page of what other clusters wrote and the group was not handed out there.
 --
--- $1 topic, $2 group, $3 rows, $4 bytes, $5 $6 after this era and id,
+-- $1 topics, $2 group, $3 rows, $4 bytes, $5 $6 after this era and id,
 -- $7 eras that are known, $8 their P, $9 their open window (sees nothing if
 -- none), $10 the last id handed out in it, $11 how many rows to look at,
 -- $12 shard, $13 of so many, $14 the era of an end if there is one, $15 the end,
@@ -14,14 +14,14 @@
 WITH scanned AS MATERIALIZED (
     SELECT r.era, r.id, r.xid, r.key FROM (
         (
-            SELECT m.era, m.id, m.xid, m.key FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
+            SELECT m.era, m.id, m.xid, m.key FROM :messages m
+            WHERE :chosen AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
             ORDER BY m.era, m.id LIMIT $11::bigint
         )
         UNION ALL
         (
-            SELECT m.era, m.id, m.xid, m.key FROM outbox.messages m
-            WHERE m.topic = $1::text
+            SELECT m.era, m.id, m.xid, m.key FROM :messages m
+            WHERE :chosen
                 -- Where it begins must be one comparison: of two, the scan would
                 -- begin at this one and walk the rows of the server's own era.
                 AND (m.era, m.id) > (greatest($5::bigint, outbox.era()),
@@ -44,11 +44,11 @@ WITH scanned AS MATERIALIZED (
 ), page AS (
     SELECT r.*, sum(r.size) OVER (ORDER BY r.era, r.id ROWS UNBOUNDED PRECEDING) AS total FROM (
         SELECT l.* FROM fresh CROSS JOIN LATERAL (
-            SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt,
+            SELECT m.era, m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt, :topic AS topic,
                    coalesce(octet_length(m.payload), 0) + 100
                        + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
-            FROM outbox.messages m
-            WHERE m.topic = $1::text AND m.era >= fresh.era AND m.era <= fresh.era
+            FROM :messages m
+            WHERE :chosen AND m.era >= fresh.era AND m.era <= fresh.era
                 AND m.id >= fresh.id AND m.id <= fresh.id
                 AND (m.target_group IS NULL OR m.target_group = $2::text)
             ORDER BY m.era, m.id OFFSET 0
@@ -57,11 +57,11 @@ WITH scanned AS MATERIALIZED (
     ) AS r
 )
 SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
-       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life,
+       outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, NULL::text AS topic,
        (SELECT count(*) FROM scanned), last.era, last.id
 FROM (SELECT) AS one LEFT JOIN (SELECT s.era, s.id FROM scanned s ORDER BY s.era DESC, s.id DESC LIMIT 1) AS last ON true
 UNION ALL
-SELECT 3, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, page.era, NULL,
+SELECT 3, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, page.era, NULL, page.topic,
        NULL, NULL, NULL
 FROM page
 WHERE page.total - page.size < $4::bigint

@@ -1,0 +1,72 @@
+package outbox
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/millrace/watermill-outbox/internal/window"
+)
+
+// MaxTopics bounds how many topics ListTopics takes: each row is compared with
+// all of them.
+const MaxTopics = 100
+
+// ErrOtherTopics is returned by SubscribeBatches when the consumer group has a
+// cursor over other topics: what one selects and the other does not would be
+// passed over without being delivered. Choose another ConsumerGroup for other
+// topics.
+var ErrOtherTopics = errors.New("outbox: the consumer group reads other topics")
+
+// Topics selects the topics of a subscription to many, see
+// Subscriber.SubscribeBatches. Make one with AllTopics, ListTopics or
+// MatchTopics; the zero value selects nothing and is refused. It is a value and
+// safe for concurrent use.
+type Topics struct {
+	patterns []window.Pattern
+	text     string
+	problem  error
+}
+
+// AllTopics selects every topic, those that are published to later included.
+func AllTopics() Topics { return MatchTopics("*") }
+
+// ListTopics selects the topics of these names, at most MaxTopics.
+func ListTopics(names ...string) Topics {
+	t := Topics{text: strings.Join(names, ", ")}
+	for _, name := range names {
+		t.patterns = append(t.patterns, window.Pattern{name})
+		if err := ValidateTopic(name); err != nil && t.problem == nil {
+			t.problem = err
+		}
+	}
+	if len(names) > MaxTopics {
+		t.problem = fmt.Errorf("outbox: ListTopics takes at most %d topics, has %d: use MatchTopics", MaxTopics, len(names))
+	}
+	return t
+}
+
+// MatchTopics selects the topics that match the pattern, those that are published
+// to later included: a * stands for any characters, or none, and everything else
+// for itself. It must be a topic's name otherwise, see ValidateTopic.
+func MatchTopics(pattern string) Topics {
+	return Topics{patterns: []window.Pattern{strings.Split(pattern, "*")}, text: pattern, problem: ValidateTopic(pattern)}
+}
+
+// String returns the topics for logs.
+func (t Topics) String() string { return t.text }
+
+// Match reports whether the topic is selected.
+func (t Topics) Match(topic string) bool {
+	return len(t.patterns) > 0 && window.Matching(t.patterns...).Match(topic)
+}
+
+func (t Topics) validate() error {
+	switch {
+	case t.problem != nil:
+		return t.problem
+	case len(t.patterns) == 0:
+		return errors.New("outbox: no topics are selected: use AllTopics, ListTopics or MatchTopics")
+	}
+	return nil
+}
