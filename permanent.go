@@ -1,6 +1,10 @@
 package outbox
 
-import "github.com/millrace/watermill-outbox/internal/delivery"
+import (
+	"errors"
+
+	"github.com/millrace/watermill-outbox/internal/delivery"
+)
 
 // Permanent returns an error that matches err and says that no further attempt
 // will do better: the message that fails with it becomes a dead letter at once,
@@ -11,4 +15,11 @@ func Permanent(err error) error {
 		return nil
 	}
 	return &delivery.PermanentError{Err: err}
+}
+
+// IsPermanent reports whether the error, or one that it wraps, was made by
+// Permanent.
+func IsPermanent(err error) bool {
+	var permanent *delivery.PermanentError
+	return errors.As(err, &permanent)
 }

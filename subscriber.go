@@ -305,7 +305,7 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 // Everything else is as with Subscribe. The two do not know of each other: a group
 // that does both with a topic gets its messages twice.
 func (s *Subscriber) SubscribeBatches(ctx context.Context, topics Topics, limit int) (<-chan []*message.Message, error) {
-	if err := topics.validate(); err != nil {
+	if err := topics.Validate(); err != nil {
 		return nil, err
 	}
 	if limit < 1 || limit > LimitMaxInFlight {

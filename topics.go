@@ -61,7 +61,8 @@ func (t Topics) Match(topic string) bool {
 	return len(t.patterns) > 0 && window.Matching(t.patterns...).Match(topic)
 }
 
-func (t Topics) validate() error {
+// Validate reports why the topics cannot be subscribed to, nil if they can.
+func (t Topics) Validate() error {
 	switch {
 	case t.problem != nil:
 		return t.problem
