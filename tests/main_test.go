@@ -35,5 +35,10 @@ func TestMain(m *testing.M) {
 	pgtest.Main(m,
 		// Watermill's reconnect test leaves this one behind.
 		goleak.IgnoreTopFunction("github.com/ThreeDotsLabs/watermill/pubsub/tests.TestReconnect.func2"),
+		// watermill-amqp's publisher, closed while its connection ends, waits for
+		// another connection for ever.
+		goleak.IgnoreAnyFunction("github.com/ThreeDotsLabs/watermill-amqp/v3/pkg/amqp.(*ConnectionWrapper).handleConnectionClose"),
+		// The clock of sarama's metrics has no end.
+		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"),
 	)
 }

@@ -1,0 +1,234 @@
+package tests
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"strconv"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/stretchr/testify/require"
+
+	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/brokertest"
+	"github.com/millrace/watermill-outbox/internal/brokertest/jetstream"
+	"github.com/millrace/watermill-outbox/internal/brokertest/kafka"
+	"github.com/millrace/watermill-outbox/internal/brokertest/rabbitmq"
+	"github.com/millrace/watermill-outbox/internal/brokertest/redis"
+	"github.com/millrace/watermill-outbox/internal/brokertest/webhook"
+)
+
+// brokerKind is a kind of broker that messages are forwarded to.
+type brokerKind struct {
+	name string
+	// open is for tests that only cut connections, start for those that end the
+	// broker. They are the same where a start costs nothing.
+	open, start func(context.Context) (brokertest.Broker, error)
+}
+
+// brokerKinds are all kinds.
+var brokerKinds = []brokerKind{
+	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start)},
+	{"rabbitmq", asBroker(rabbitmq.Open), asBroker(rabbitmq.Start)},
+	{"redis", asBroker(redis.Open), asBroker(redis.Start)},
+	{"kafka", asBroker(openKafka), asBroker(startKafka)},
+	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start)},
+}
+
+func openKafka(ctx context.Context) (*kafka.Broker, error) {
+	return kafka.Open(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+}
+
+func startKafka(ctx context.Context) (*kafka.Broker, error) {
+	return kafka.Start(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+}
+
+func asBroker[B brokertest.Broker](start func(context.Context) (B, error)) func(context.Context) (brokertest.Broker, error) {
+	return func(ctx context.Context) (brokertest.Broker, error) { return start(ctx) }
+}
+
+// newBroker returns what start starts, until the test ends.
+func newBroker(t *testing.T, start func(context.Context) (brokertest.Broker, error)) brokertest.Broker {
+	t.Helper()
+	broker, err := start(t.Context())
+	require.NoError(t, err)
+	brokertest.Cleanup(t, broker)
+	return broker
+}
+
+// brokerPublisher returns a publisher to a broker, until the test ends.
+func brokerPublisher(t *testing.T, broker brokertest.Broker) message.Publisher {
+	t.Helper()
+	publisher, err := broker.Publisher(testLogger(t))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, publisher.Close()) })
+	return publisher
+}
+
+// publishUntilDone publishes a message again until it is confirmed, and returns how
+// often it was not.
+func publishUntilDone(t *testing.T, publisher message.Publisher, topic string, msg *message.Message) int {
+	t.Helper()
+	deadline := time.Now().Add(waitFor)
+	for failed := 0; ; failed++ {
+		err := publisher.Publish(topic, msg)
+		if err == nil {
+			return failed
+		}
+		require.True(t, time.Now().Before(deadline), "not published within %v: %v", waitFor, err)
+		time.Sleep(time.Millisecond) // the pause of a retry
+	}
+}
+
+// brokerMessages returns n messages of some keys, with metadata. Their payloads are
+// nil, or any bytes.
+func brokerMessages(n, keys int) []*message.Message {
+	messages := make([]*message.Message, n)
+	for i := range messages {
+		var payload []byte
+		if i%2 == 1 {
+			payload = []byte{0, 0xff, '\n', byte(i)}
+		}
+		messages[i] = message.NewMessage(watermill.NewUUID(), payload)
+		messages[i].Metadata = message.Metadata{
+			outbox.DefaultKeyMetadata: "key " + strconv.Itoa(i%keys),
+			"Number":                  strconv.Itoa(i),
+			"text":                    `"ä" 'ß' \`,
+		}
+	}
+	return messages
+}
+
+// requireInBroker checks that all messages are in the broker as they were, each key
+// in order, and returns how many are there more than once.
+func requireInBroker(t *testing.T, broker brokertest.Broker, topic string, want []*message.Message) (duplicates int) {
+	t.Helper()
+	received, err := broker.Received(t.Context(), topic)
+	require.NoError(t, err)
+	seen := map[string]bool{}
+	keys := map[string][]string{}
+	for _, msg := range received {
+		if seen[msg.UUID] {
+			duplicates++
+			continue
+		}
+		seen[msg.UUID] = true
+		key := msg.Metadata[outbox.DefaultKeyMetadata]
+		keys[key] = append(keys[key], msg.UUID)
+		i, err := strconv.Atoi(msg.Metadata["Number"])
+		require.NoError(t, err)
+		require.Equal(t, want[i].UUID, msg.UUID)
+		require.Equal(t, want[i].Metadata, msg.Metadata)
+		require.True(t, bytes.Equal(want[i].Payload, msg.Payload), "payload %q became %q", want[i].Payload, msg.Payload)
+		require.NotNil(t, msg.Payload)
+	}
+	wantKeys := map[string][]string{}
+	for _, msg := range want {
+		key := msg.Metadata[outbox.DefaultKeyMetadata]
+		wantKeys[key] = append(wantKeys[key], msg.UUID)
+	}
+	require.Equal(t, wantKeys, keys)
+	return duplicates
+}
+
+// Each broker keeps what its publisher was told that it has, over a restart and cut
+// connections.
+func TestForwardBroker(t *testing.T) {
+	t.Parallel()
+	for _, kind := range brokerKinds {
+		t.Run(kind.name, func(t *testing.T) {
+			t.Parallel()
+			broker := newBroker(t, kind.start)
+			require.True(t, broker.Owned())
+			require.Equal(t, kind.name, broker.Name())
+			const topic = "orders"
+			require.NoError(t, broker.Declare(t.Context(), topic))
+			require.NoError(t, broker.Declare(t.Context(), topic), "again")
+			publisher := brokerPublisher(t, broker)
+
+			messages := brokerMessages(200, 10)
+			var failed int
+			for i, msg := range messages {
+				switch i {
+				case 50:
+					broker.Proxy().CutAll()
+				case 100:
+					require.NoError(t, broker.Kill(t.Context()))
+					require.ErrorIs(t, broker.Kill(t.Context()), brokertest.ErrDown)
+					require.Error(t, publisher.Publish(topic, msg), "nobody is there")
+					require.NoError(t, broker.StartAgain(t.Context()))
+					require.ErrorIs(t, broker.StartAgain(t.Context()), brokertest.ErrRunning)
+				}
+				failed += publishUntilDone(t, publisher, topic, msg)
+			}
+			require.LessOrEqual(t, requireInBroker(t, broker, topic, messages), failed+1)
+
+			require.NoError(t, broker.Shutdown())
+			require.NoError(t, broker.Shutdown(), "twice")
+			require.ErrorIs(t, broker.StartAgain(t.Context()), brokertest.ErrShutDown)
+		})
+	}
+}
+
+// A connection that is lost before the message has arrived, or after it has and
+// before anybody was told, is an error to the publisher in both cases. The broker
+// has the message once in the one and twice in the other when it is published again.
+func TestForwardBrokerMidPublish(t *testing.T) {
+	t.Parallel()
+	for _, kind := range brokerKinds {
+		for action, copies := range map[brokertest.Action]int{brokertest.Cut: 1, brokertest.LoseReply: 2} {
+			t.Run(fmt.Sprintf("%s/%d", kind.name, copies), func(t *testing.T) {
+				t.Parallel()
+				broker := newBroker(t, kind.open)
+				const topic = "orders"
+				require.NoError(t, broker.Declare(t.Context(), topic))
+				publisher := brokerPublisher(t, broker)
+
+				messages := brokerMessages(3, 1)
+				require.NoError(t, publisher.Publish(topic, messages[0]))
+				var hit atomic.Bool
+				broker.Proxy().OnClient(func(data []byte) brokertest.Action {
+					if bytes.Contains(data, []byte(messages[1].UUID)) && hit.CompareAndSwap(false, true) {
+						return action
+					}
+					return brokertest.Forward
+				})
+				require.Error(t, publisher.Publish(topic, messages[1]))
+				require.True(t, hit.Load())
+				for _, msg := range messages[1:] {
+					publishUntilDone(t, publisher, topic, msg)
+				}
+				require.Equal(t, copies-1, requireInBroker(t, broker, topic, messages))
+			})
+		}
+	}
+}
+
+// A broker with other users can't be ended, and its topics are one's own.
+func TestForwardBrokerShared(t *testing.T) {
+	t.Parallel()
+	one := newBroker(t, asBroker(rabbitmq.Open))
+	other := newBroker(t, asBroker(rabbitmq.Open))
+	require.False(t, one.Owned())
+	require.ErrorIs(t, one.Kill(t.Context()), brokertest.ErrNotOwned)
+	require.ErrorIs(t, one.StartAgain(t.Context()), brokertest.ErrNotOwned)
+	require.ErrorIs(t, one.Restart(t.Context()), brokertest.ErrNotOwned)
+
+	messages := brokerMessages(2, 1)
+	for i, broker := range []brokertest.Broker{one, other} {
+		require.NoError(t, broker.Declare(t.Context(), "orders"))
+		require.NoError(t, brokerPublisher(t, broker).Publish("orders", messages[i]))
+	}
+	for i, broker := range []brokertest.Broker{one, other} {
+		// Twice: reading takes nothing away.
+		for range 2 {
+			received, err := broker.Received(t.Context(), "orders")
+			require.NoError(t, err)
+			require.Equal(t, uuids(messages[i:i+1]), uuids(received))
+		}
+	}
+}
