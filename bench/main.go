@@ -50,6 +50,7 @@ var scenarios = []scenario{
 	{"bykey", "messages handled per second by slow handlers, keys in parallel", false, byKeyScenario},
 	{"unordered", "the same without an order", false, unorderedScenario},
 	{"poison", "what other keys still do while one message is always nacked", false, poisonScenario},
+	{"forward", "messages forwarded per second to JetStream, against Watermill's own Forwarder and against publishing directly", false, forwardScenario},
 	{"idle", "statements and CPU of an idle process with 1 and with 50 topics", false, idleScenario},
 }
 

@@ -2,23 +2,31 @@ package forwarder
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"sync"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
+// Outgoing is a message with the topic that it is published to.
+type Outgoing struct {
+	Topic   string
+	Message *message.Message
+}
+
 // BatchPublisher is a Publisher that really sends many messages at once, faster
-// than one by one. A Destination's Publisher that has this method is used by it:
-// messages that become ready while a call runs leave together in the next one.
-// Publish is used too, to find the one that fails among many.
+// than one by one. A Destination's Publisher that has this method is used by it
+// alone: messages that become ready while a call runs leave together in the next.
 type BatchPublisher interface {
 	message.Publisher
 
-	// PublishBatch publishes the messages in order, and returns when they are safe.
-	// With an error, accepted says how many of the first ones are, and none of the
-	// others may become so any more: they are published again. It is not called
-	// concurrently by one Destination. Each message carries its own context.
-	PublishBatch(topic string, messages ...*message.Message) (accepted int, err error)
+	// PublishBatch publishes the messages, in any order or at the same time, for no
+	// two of them are of one line; it returns when each of them is safe or has
+	// failed. It returns nil if all are safe, and otherwise as many errors as there
+	// are messages, nil for those that are. Each message carries its own context. It
+	// may be called while another call runs.
+	PublishBatch(batch []Outgoing) []error
 }
 
 const (
@@ -26,9 +34,16 @@ const (
 	// single message may have more bytes.
 	maxBatch      = 1000
 	maxBatchBytes = 1 << 20
+	// callers is how many calls run at the same time: one is prepared while the
+	// other waits for the broker.
+	callers = 2
 )
 
-// combiner makes batches of what several lines publish at the same time.
+// errBatchResult is of a publisher that does not do what BatchPublisher says.
+var errBatchResult = errors.New("forwarder: PublishBatch must return no errors or one for each message")
+
+// combiner makes batches of what several lines publish at the same time, each one
+// message.
 type combiner struct {
 	publisher BatchPublisher
 
@@ -37,27 +52,20 @@ type combiner struct {
 	queued chan struct{}
 }
 
-// parcel is what one line publishes to one topic.
+// parcel is a message on its way; done gets what became of it.
 type parcel struct {
-	topic    string
-	messages []*message.Message
-	bytes    int
-	// done gets how many were accepted. If not all were, each of the others is to
-	// be published by itself.
-	done chan int
+	Outgoing
+
+	done chan error
 }
 
 func newCombiner(publisher BatchPublisher) *combiner {
-	return &combiner{publisher: publisher, queued: make(chan struct{}, 1)}
+	return &combiner{publisher: publisher, queued: make(chan struct{}, callers)}
 }
 
-// publish returns how many of the messages were accepted, when none of the others
-// may be any more.
-func (c *combiner) publish(topic string, messages []*message.Message) int {
-	p := &parcel{topic: topic, messages: messages, done: make(chan int, 1)}
-	for _, msg := range messages {
-		p.bytes += len(msg.Payload)
-	}
+// publish publishes a message together with others.
+func (c *combiner) publish(topic string, msg *message.Message) error {
+	p := &parcel{Outgoing: Outgoing{Topic: topic, Message: msg}, done: make(chan error, 1)}
 	c.mu.Lock()
 	c.queue = append(c.queue, p)
 	c.mu.Unlock()
@@ -68,11 +76,18 @@ func (c *combiner) publish(topic string, messages []*message.Message) int {
 	return <-p.done
 }
 
-// run calls the publisher until the context ends and nothing is queued.
+// run calls the publisher until the context ends; nobody may call publish then.
 func (c *combiner) run(ctx context.Context) {
+	var calling sync.WaitGroup
+	defer calling.Wait()
+	for range callers {
+		calling.Go(func() { c.call(ctx) })
+	}
+}
+
+func (c *combiner) call(ctx context.Context) {
 	for {
-		batch := c.take()
-		if len(batch) > 0 {
+		if batch := c.take(); len(batch) > 0 {
 			c.send(batch)
 			continue
 		}
@@ -84,45 +99,44 @@ func (c *combiner) run(ctx context.Context) {
 	}
 }
 
-// take takes what may go together: of one topic, in the order of arrival.
+// take takes what may go together, in the order of arrival.
 func (c *combiner) take() []*parcel {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	var batch []*parcel
-	kept := c.queue[:0]
 	n, bytes := 0, 0
-	for _, p := range c.queue {
-		fits := n+len(p.messages) <= maxBatch && bytes+p.bytes <= maxBatchBytes
-		if len(batch) > 0 && (p.topic != batch[0].topic || !fits) {
-			kept = append(kept, p)
-			continue
+	for ; n < len(c.queue) && n < maxBatch; n++ {
+		bytes += len(c.queue[n].Message.Payload)
+		if n > 0 && bytes > maxBatchBytes {
+			break
 		}
-		batch = append(batch, p)
-		n, bytes = n+len(p.messages), bytes+p.bytes
 	}
-	clear(c.queue[len(kept):])
-	c.queue = kept
+	batch := c.queue[:n:n]
+	c.queue = c.queue[n:]
 	return batch
 }
 
-// send calls the publisher and tells each line how much of its own is safe.
+// send calls the publisher and tells each line what became of its message.
 func (c *combiner) send(batch []*parcel) {
-	var all []*message.Message
-	for _, p := range batch {
-		all = append(all, p.messages...)
+	all := make([]Outgoing, len(batch))
+	for i, p := range batch {
+		all[i] = p.Outgoing
 	}
-	accepted, err := 0, error(nil)
-	err = recovered(func() error {
-		accepted, err = c.publisher.PublishBatch(batch[0].topic, all...)
-		return err
+	var results []error
+	err := recovered(func() error {
+		results = c.publisher.PublishBatch(all)
+		return nil
 	})
-	if err == nil {
-		accepted = len(all)
+	if err == nil && results != nil && len(results) != len(batch) {
+		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(batch))
 	}
-	accepted = min(max(accepted, 0), len(all))
-	for _, p := range batch {
-		n := min(accepted, len(p.messages))
-		accepted -= n
-		p.done <- n
+	for i, p := range batch {
+		switch {
+		case err != nil:
+			p.done <- err
+		case results != nil:
+			p.done <- results[i]
+		default:
+			p.done <- nil
+		}
 	}
 }

@@ -13,7 +13,12 @@ import (
 func (p *pump) publish(c *consumed) error {
 	for len(c.out) > 0 {
 		msg, cancel := p.attempt(c, c.out[0])
-		err := recovered(func() error { return p.destination.Publisher.Publish(c.out[0].topic, msg) })
+		var err error
+		if p.combiner != nil {
+			err = p.combiner.publish(c.out[0].topic, msg)
+		} else {
+			err = recovered(func() error { return p.destination.Publisher.Publish(c.out[0].topic, msg) })
+		}
 		cancel()
 		if err != nil {
 			return fmt.Errorf("forwarder: publish to topic %q of destination %q: %w", c.out[0].topic, p.destination.Name, err)

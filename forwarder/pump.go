@@ -67,12 +67,6 @@ func (p *pump) forward(batch []*message.Message) {
 		line[i] = &consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)}
 	}
 	for len(line) > 0 {
-		if p.combiner != nil && len(line[0].out) == 0 {
-			line = p.together(line)
-			if len(line) == 0 {
-				return
-			}
-		}
 		if !p.one(line[0], line[1:]) {
 			break
 		}
@@ -81,62 +75,6 @@ func (p *pump) forward(batch []*message.Message) {
 	for _, c := range line {
 		c.Nack() // counts for nothing: the end has come, or it is behind one that failed
 	}
-}
-
-// together publishes what it can of a line in one batch, and returns the rest, of
-// which the first needs to be looked at alone.
-func (p *pump) together(line []*consumed) []*consumed {
-	try, ok := p.enter(line[0])
-	if !ok {
-		return line
-	}
-	n := 0
-	var topic string
-	var messages []*message.Message
-	var cancels []context.CancelFunc
-	defer func() {
-		for _, cancel := range cancels {
-			cancel()
-		}
-	}()
-	for _, c := range line {
-		if p.ended(c) || p.prepare(c) != nil || len(c.out) > 1 || len(messages) > 0 && len(c.out) == 1 && c.out[0].topic != topic {
-			break
-		}
-		if len(c.out) == 1 {
-			msg, cancel := p.attempt(c, c.out[0])
-			topic, messages, cancels = c.out[0].topic, append(messages, msg), append(cancels, cancel)
-		}
-		n++
-	}
-	if len(messages) == 0 {
-		p.breaker.giveUp(try)
-		for _, c := range line[:n] {
-			c.Ack() // nothing to publish
-		}
-		return line[n:]
-	}
-	accepted := p.combiner.publish(topic, messages)
-	if accepted > 0 {
-		p.breaker.accept()
-	} else {
-		p.breaker.giveUp(try) // who is at fault shows when each is tried alone
-	}
-	p.published.Add(int64(accepted))
-	done := 0
-	for _, c := range line[:n] {
-		if len(c.out) == 1 {
-			if accepted == 0 {
-				break
-			}
-			accepted--
-		}
-		c.out = nil
-		p.forget(c)
-		c.Ack()
-		done++
-	}
-	return line[done:]
 }
 
 // ended reports whether nothing may be done with the message any more.
