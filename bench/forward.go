@@ -12,11 +12,13 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	stock "github.com/ThreeDotsLabs/watermill/components/forwarder"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/nats-io/nats.go"
 	"golang.org/x/sync/errgroup"
 
 	outbox "github.com/millrace/watermill-outbox"
 	"github.com/millrace/watermill-outbox/forwarder"
-	"github.com/millrace/watermill-outbox/internal/brokertest/jetstream"
+	"github.com/millrace/watermill-outbox/forwarder/jetstream"
+	broker "github.com/millrace/watermill-outbox/internal/brokertest/jetstream"
 )
 
 const (
@@ -44,18 +46,21 @@ func forwardScenario(ctx context.Context, b *bench) (err error) {
 	metric := fmt.Sprintf("to JetStream, %d in flight, %d keys", forwardInFlight, forwardKeys)
 	results, err := b.rounds(ctx, metric,
 		contender{"direct", s.direct}, contender{"Watermill's Forwarder", s.stock},
-		contender{"outbox", func(ctx context.Context) (float64, error) { return s.forward(ctx) }})
+		contender{"outbox", func(ctx context.Context) (float64, error) { return s.forward(ctx, s.publisher) }},
+		contender{"outbox in batches", func(ctx context.Context) (float64, error) { return s.forward(ctx, s.batches) }})
 	if err != nil {
 		return err
 	}
 	b.add(newFigure(b.scenario, metric+", of direct", "messages/s", results[2], results[0], minRatio(forwardOfDirect)))
-	b.add(newFigure(b.scenario, metric+", over Watermill's", "messages/s", results[2], results[1], minRatio(forwardOverStock)))
+	b.add(newFigure(b.scenario, metric+", over Watermill's", "messages/s", results[2], results[1], nil))
+	b.add(newFigure(b.scenario, metric+", in batches, of direct", "messages/s", results[3], results[0], minRatio(forwardOfDirect)))
+	b.add(newFigure(b.scenario, metric+", in batches, over Watermill's", "messages/s", results[3], results[1], minRatio(forwardOverStock)))
 
 	metric = "to one destination, while another is dead"
 	results, err = b.rounds(ctx, metric,
-		contender{"alone", func(ctx context.Context) (float64, error) { return s.forward(ctx) }},
+		contender{"alone", func(ctx context.Context) (float64, error) { return s.forward(ctx, s.publisher) }},
 		contender{"beside a dead one", func(ctx context.Context) (float64, error) {
-			return s.forward(ctx, forwarder.Destination{Name: "dead", Publisher: deadPublisher{}})
+			return s.forward(ctx, s.publisher, forwarder.Destination{Name: "dead", Publisher: deadPublisher{}})
 		}})
 	if err != nil {
 		return err
@@ -66,9 +71,12 @@ func forwardScenario(ctx context.Context, b *bench) (err error) {
 
 // forwarding is an outbox with messages to forward, and a broker to forward to.
 type forwarding struct {
-	consumer  *outbox.Consumer
-	broker    *jetstream.Broker
+	consumer *outbox.Consumer
+	broker   *broker.Broker
+	// publisher is that of watermill-nats, batches ours, on conn.
 	publisher message.Publisher
+	batches   message.Publisher
+	conn      *nats.Conn
 	messages  []*message.Message
 	// envelopes is how many messages are in envelopes, for Watermill's Forwarder.
 	envelopes int
@@ -99,11 +107,18 @@ func (b *bench) forwarding(ctx context.Context) (s *forwarding, err error) {
 	if s.consumer, err = d.consumer(outbox.ModeAuto); err != nil {
 		return nil, err
 	}
-	if s.broker, err = jetstream.Start(ctx); err != nil {
+	if s.broker, err = broker.Start(ctx); err != nil {
 		return nil, errors.Join(err, s.consumer.Close())
 	}
 	if err = s.broker.Declare(ctx, forwardTopic); err == nil {
-		s.publisher, err = jetstream.NewPublisher(s.broker.URL(), nil)
+		s.publisher, err = broker.NewPublisher(s.broker.URL(), nil)
+	}
+	if err == nil {
+		s.conn, err = nats.Connect(s.broker.URL(), nats.ReconnectBufSize(-1))
+	}
+	if err == nil {
+		js, _ := s.conn.JetStream()
+		s.batches, err = jetstream.NewPublisher(js, jetstream.PublisherConfig{})
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.close())
@@ -115,6 +130,9 @@ func (s *forwarding) close() error {
 	var err error
 	if s.publisher != nil {
 		err = s.publisher.Close()
+	}
+	if s.conn != nil {
+		s.conn.Close()
 	}
 	return errors.Join(err, s.consumer.Close(), s.broker.Shutdown())
 }
@@ -153,11 +171,15 @@ func (s *forwarding) stock(ctx context.Context) (float64, error) {
 
 // forward runs a Forwarder until the broker has all messages, beside other
 // destinations.
-func (s *forwarding) forward(ctx context.Context, others ...forwarder.Destination) (float64, error) {
-	counted := newCounted(s.publisher, len(s.messages))
+func (s *forwarding) forward(ctx context.Context, publisher message.Publisher, others ...forwarder.Destination) (float64, error) {
+	counted := newCounted(publisher, len(s.messages))
+	target := message.Publisher(counted)
+	if batches, ok := publisher.(forwarder.BatchPublisher); ok {
+		target = countedBatches{counted, batches}
+	}
 	f, err := forwarder.New(forwarder.Config{
 		Source:       forwarder.FromOutbox(s.consumer, outbox.SubscriberConfig{ConsumerGroup: newGroup()}, outbox.ListTopics(forwardTopic)),
-		Destinations: append([]forwarder.Destination{{Publisher: counted, MaxInFlight: forwardInFlight}}, others...),
+		Destinations: append([]forwarder.Destination{{Publisher: target, MaxInFlight: forwardInFlight}}, others...),
 	}, nil)
 	if err != nil {
 		return 0, err
@@ -193,6 +215,23 @@ func (c *counted) Publish(topic string, messages ...*message.Message) error {
 
 // Close leaves the publisher open for the next turn.
 func (c *counted) Close() error { return nil }
+
+// countedBatches counts those of a publisher of batches.
+type countedBatches struct {
+	*counted
+
+	batches forwarder.BatchPublisher
+}
+
+func (c countedBatches) PublishBatch(batch []forwarder.Outgoing) []error {
+	errs := c.batches.PublishBatch(batch)
+	for range batch {
+		if errs == nil { // or the meter says that some are missing
+			c.meter.row()
+		}
+	}
+	return errs
+}
 
 // rate runs a forwarder and returns how many messages a second it publishes.
 func (c *counted) rate(ctx context.Context, run func(context.Context) error, end func() error) (float64, error) {

@@ -7,8 +7,10 @@ require (
 	github.com/jackc/pglogrepl v0.0.0-20251213150135-2e8d0df862c1
 	github.com/jackc/pgx/v5 v5.13.0
 	github.com/millrace/watermill-outbox v0.0.0
+	github.com/millrace/watermill-outbox/forwarder/jetstream v0.0.0
 	github.com/millrace/watermill-outbox/internal/brokertest v0.0.0
 	github.com/millrace/watermill-outbox/internal/pgtest v0.0.0
+	github.com/nats-io/nats.go v1.52.0
 	github.com/stretchr/testify v1.12.1
 	golang.org/x/sync v0.22.0
 )
@@ -29,7 +31,6 @@ require (
 	github.com/minio/highwayhash v1.0.4 // indirect
 	github.com/nats-io/jwt/v2 v2.8.2 // indirect
 	github.com/nats-io/nats-server/v2 v2.12.15 // indirect
-	github.com/nats-io/nats.go v1.52.0 // indirect
 	github.com/nats-io/nkeys v0.4.16 // indirect
 	github.com/nats-io/nuid v1.0.1 // indirect
 	github.com/oklog/ulid v1.3.1 // indirect
@@ -45,6 +46,7 @@ require (
 
 replace (
 	github.com/millrace/watermill-outbox => ../
+	github.com/millrace/watermill-outbox/forwarder/jetstream => ../forwarder/jetstream
 	github.com/millrace/watermill-outbox/internal/brokertest => ../internal/brokertest
 	github.com/millrace/watermill-outbox/internal/pgtest => ../internal/pgtest
 )
