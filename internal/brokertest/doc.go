@@ -31,7 +31,8 @@
 //
 // # What is left behind
 //
-// Nothing. Programs are started through a small shell script, which ends them and
-// removes their folder when this process has ended, in whatever way. See
-// supervisor.sh. On a named server the topics are deleted.
+// Programs are started through a small shell script, which ends them and removes their
+// folder when this process has ended, in whatever way. See supervisor.sh. Brokers in
+// this process end with it; if it is killed their folder stays in the one for temporary
+// files. On a named server the topics are deleted by Shutdown.
 package brokertest

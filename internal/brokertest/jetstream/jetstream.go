@@ -9,7 +9,7 @@
 //
 //   - the broker is away: nats.ErrReconnectBufExceeded at once, since nothing is
 //     buffered, or nats.ErrConnectionClosed after Close;
-//   - a confirmation does not come: nats.ErrTimeout or context.DeadlineExceeded
+//   - a confirmation does not come, also since the connection was cut: nats.ErrTimeout
 //     after PublishTimeout, and the message may be in the stream;
 //   - no stream has the topic: nats.ErrNoStreamResponse after half a second;
 //   - the message is too big for the server: nats.ErrMaxPayload, from the client;

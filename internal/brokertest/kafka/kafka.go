@@ -8,12 +8,11 @@
 // What the publisher does when something is wrong is sarama's doing, with the
 // settings of [Options.NewPublisher]:
 //
-//   - the broker is away: sarama.ErrOutOfBrokers, or a *net.OpError of dialling;
-//   - a connection is cut: io.EOF or a *net.OpError, and the message may be in the
+//   - the broker is away: sarama.ErrOutOfBrokers, with a *net.OpError within;
+//   - a connection is cut: a *net.OpError, or io.EOF, and the message may be in the
 //     topic;
 //   - a confirmation does not come: a net.Error whose Timeout is true;
-//   - the message is too big for the client: sarama.ConfigurationError or
-//     sarama.ErrMessageSizeTooLarge, which the broker also says;
+//   - the message is too big for the client: sarama.ConfigurationError;
 //   - the broker refuses: sarama.KError, the protocol's error code.
 package kafka
 

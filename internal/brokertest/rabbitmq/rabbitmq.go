@@ -19,6 +19,9 @@
 //     heartbeat fails; for ever when there are heartbeats, as with an alarm of memory
 //     or disk. The message's context does not end that wait;
 //   - there is no queue of that name: nil, and the message is lost. See Declare.
+//
+// The race detector reports watermill-amqp v3.0.2: Publish looks at whether it is
+// connected while its connection's goroutine writes that.
 package rabbitmq
 
 import (

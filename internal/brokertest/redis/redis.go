@@ -7,9 +7,8 @@
 // What the publisher does when something is wrong is go-redis's doing, with the
 // settings of [NewPublisher]:
 //
-//   - the broker is away: a *net.OpError of dialling, after five attempts of
-//     go-redis within half a second, whatever its MaxRetries is;
-//   - a connection is cut: io.EOF or a *net.OpError, and the message may be in the
+//   - the broker is away: a *net.OpError of dialling, at once;
+//   - a connection is cut: a *net.OpError, or io.EOF, and the message may be in the
 //     stream;
 //   - a confirmation does not come: a net.Error whose Timeout is true, after
 //     PublishTimeout;
