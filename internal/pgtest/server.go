@@ -136,7 +136,7 @@ func create(
 	if err != nil {
 		return nil, err
 	}
-	sup, err := supervise(ctx, bin, u)
+	sup, err := supervise(ctx, bin, parentFolder(settings["fsync"] != "off"), u)
 	if err != nil {
 		return nil, err
 	}

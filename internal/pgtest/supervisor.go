@@ -74,8 +74,8 @@ func (p *postmaster) markReaped() {
 }
 
 // supervise starts a supervisor that runs the programs in bin, as u unless that
-// is nil, and waits until it has made its folder.
-func supervise(ctx context.Context, bin string, u *user.User) (*supervisor, error) {
+// is nil, and waits until it has made its folder in parent, "" for TMPDIR or /tmp.
+func supervise(ctx context.Context, bin, parent string, u *user.User) (*supervisor, error) {
 	stdinRead, stdin, err := os.Pipe()
 	if err != nil {
 		return nil, fmt.Errorf("pgtest: pipe to the supervisor: %w", err)
@@ -91,6 +91,9 @@ func supervise(ctx context.Context, bin string, u *user.User) (*supervisor, erro
 	cmd := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", "-c", supervisorScript, "pgtest-supervisor", bin)
 	cmd.Dir = "/"
 	cmd.Env = serverEnvironment(os.Environ())
+	if parent != "" {
+		cmd.Env = append(cmd.Env, "TMPDIR="+parent)
+	}
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdinRead, stdoutWrite, stdoutWrite
 	err = isolate(cmd, u)
 	if err == nil {
