@@ -28,7 +28,7 @@ const closeTimeout = 30 * time.Second
 // supervisor is the Go side of supervisor.sh: one cluster's folder, and at most
 // one postmaster at a time in it.
 //
-// run and start must not be called concurrently; close may be called at any
+// run, copy and start must not be called concurrently; close may be called at any
 // time, more than once.
 type supervisor struct {
 	bin    string // folder of the server's programs
@@ -225,7 +225,17 @@ func (s *supervisor) reply(ctx context.Context, word string) (string, error) {
 // Arguments must not hold blanks. If ctx ends first the supervisor is of no use
 // any more: the caller closes it.
 func (s *supervisor) run(ctx context.Context, program string, args ...string) error {
-	if err := s.send(strings.Join(append([]string{"run", program}, args...), " ")); err != nil {
+	return s.await(ctx, program, strings.Join(append([]string{"run", program}, args...), " "))
+}
+
+// copy is run for a copy of the data in another cluster's folder.
+func (s *supervisor) copy(ctx context.Context, folder string) error {
+	return s.await(ctx, "cp", "copy "+folder)
+}
+
+// await sends a command that runs a program, and waits for its end.
+func (s *supervisor) await(ctx context.Context, program, command string) error {
+	if err := s.send(command); err != nil {
 		return err
 	}
 	code, err := s.reply(ctx, "ran")
