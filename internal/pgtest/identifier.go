@@ -33,8 +33,11 @@ func changeIdentifier(folder string, microseconds uint64) error {
 	binary.NativeEndian.PutUint32(control[end:], crc32.Checksum(control[:end], castagnoli))
 
 	segments, err := filepath.Glob(filepath.Join(folder, "data", "pg_wal", "????????????????????????"))
-	if err != nil || len(segments) != 1 {
-		return fmt.Errorf("pgtest: a new cluster has %d segments of WAL instead of one: %v", len(segments), err)
+	if err != nil {
+		return fmt.Errorf("pgtest: find a cluster's WAL: %w", err)
+	}
+	if len(segments) != 1 {
+		return fmt.Errorf("pgtest: a new cluster has %d segments of WAL instead of one", len(segments))
 	}
 	wal, err := os.ReadFile(segments[0])
 	if err != nil {
