@@ -5,6 +5,9 @@ GO ?= go
 GOTESTFLAGS ?=
 # Flags for the benchmarks; BENCHFLAGS=-h lists them.
 BENCHFLAGS ?=
+# How many tests of a package run at once: more than there are processors, since
+# they wait for leases, pauses and servers half of the time.
+PARALLEL ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
 # How long each fuzz target runs.
 FUZZTIME ?= 10s
 
@@ -26,10 +29,10 @@ quickstart: ## Run an order service with an outbox, and check what it delivers
 # A run of the tests keeps the proofs short: see prove.
 test test-race: export OUTBOX_TEST_KILLS ?= 8
 test: ## Run the tests of all modules (GOTESTFLAGS)
-	$(GO) test -timeout 14m -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
+	$(GO) test -timeout 14m -parallel $(PARALLEL) -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
 
 test-race: ## Run the tests with the race detector (GOTESTFLAGS)
-	$(GO) test -race -timeout 20m -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
+	$(GO) test -race -timeout 20m -parallel $(PARALLEL) -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
 
 prove: ## Kill the consumer 50 times, weaken each mechanism and see its test fail
 	$(GO) test -v -count=1 -timeout 30m -run '^(TestKill|TestMutations)$$' ./tests

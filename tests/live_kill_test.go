@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -49,7 +48,7 @@ type liveChildConfig struct {
 }
 
 // What a child reports, before what it is about: a message's payload up to the
-// first space, or the most bytes that its heap had.
+// first space, or the most bytes that were in use on its heap.
 const (
 	childReady   = "ready"
 	childLive    = "live"
@@ -125,7 +124,7 @@ func consumeLiveAsChild() error {
 }
 
 // reportStatus reports the moment in which all is read from the WAL, and keeps
-// the most bytes that the heap had.
+// the most bytes that were in use on the heap.
 func reportStatus(ctx context.Context, consumer *outbox.Consumer, heap *atomic.Uint64) {
 	live := false
 	for tick := time.NewTicker(5 * time.Millisecond); ; {
@@ -134,9 +133,7 @@ func reportStatus(ctx context.Context, consumer *outbox.Consumer, heap *atomic.U
 		case <-ctx.Done():
 			return
 		}
-		var stats runtime.MemStats
-		runtime.ReadMemStats(&stats)
-		heap.Store(max(heap.Load(), stats.HeapAlloc))
+		heap.Store(max(heap.Load(), liveHeap()))
 		status := consumer.Status()
 		if !live && status.Source == outbox.SourceWAL && len(status.Subscriptions) == 1 && status.Subscriptions[0].Source == outbox.SourceWAL {
 			live = true

@@ -25,6 +25,12 @@
 // Started by root, it runs as the user "postgres" or "nobody", since PostgreSQL
 // refuses to run as root.
 //
+// The folder is made in TMPDIR. If that is not set it is in memory (/dev/shm) if
+// there is room, unless the server is durable, and in /tmp otherwise.
+//
+// In a test binary whose TestMain calls [Main], initdb runs once, and each
+// server is a copy of what it made, with a system identifier of its own.
+//
 // # What is left behind
 //
 // Nothing. The server is the child of a small shell script, the supervisor,

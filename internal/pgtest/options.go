@@ -28,8 +28,8 @@ type Options struct {
 func defaultSettings() map[string]string {
 	return map[string]string{
 		"wal_level":                 "logical",
-		"max_wal_senders":           "20",
-		"max_replication_slots":     "20",
+		"max_wal_senders":           "60",
+		"max_replication_slots":     "60",
 		"max_connections":           "300",
 		"max_prepared_transactions": "20",
 		"shared_buffers":            "256MB",

@@ -112,10 +112,10 @@ func startWith(ctx context.Context, f finder, o Options) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	return create(ctx, bin, settings, initialise, freePort)
+	return create(ctx, bin, settings, newCluster, freePort)
 }
 
-// initialise fills the data folder of a new cluster.
+// initialise fills the data folder of a new cluster by initdb.
 func initialise(ctx context.Context, sup *supervisor) error {
 	return sup.run(ctx, "initdb", "--pgdata=data", "--username=postgres", "--auth=trust",
 		"--encoding=UTF8", "--locale=C", "--no-sync")
@@ -136,7 +136,7 @@ func create(
 	if err != nil {
 		return nil, err
 	}
-	sup, err := supervise(ctx, bin, u)
+	sup, err := supervise(ctx, bin, parentFolder(settings["fsync"] != "off"), u)
 	if err != nil {
 		return nil, err
 	}

@@ -29,8 +29,8 @@ func TestStart(t *testing.T) {
 	}))
 	for name, want := range map[string]string{
 		"wal_level":                 "logical",
-		"max_wal_senders":           "20",
-		"max_replication_slots":     "20",
+		"max_wal_senders":           "60",
+		"max_replication_slots":     "60",
 		"max_connections":           "300",
 		"max_prepared_transactions": "20",
 		"fsync":                     "off",

@@ -28,7 +28,7 @@ const closeTimeout = 30 * time.Second
 // supervisor is the Go side of supervisor.sh: one cluster's folder, and at most
 // one postmaster at a time in it.
 //
-// run and start must not be called concurrently; close may be called at any
+// run, copy and start must not be called concurrently; close may be called at any
 // time, more than once.
 type supervisor struct {
 	bin    string // folder of the server's programs
@@ -74,8 +74,8 @@ func (p *postmaster) markReaped() {
 }
 
 // supervise starts a supervisor that runs the programs in bin, as u unless that
-// is nil, and waits until it has made its folder.
-func supervise(ctx context.Context, bin string, u *user.User) (*supervisor, error) {
+// is nil, and waits until it has made its folder in parent, "" for TMPDIR or /tmp.
+func supervise(ctx context.Context, bin, parent string, u *user.User) (*supervisor, error) {
 	stdinRead, stdin, err := os.Pipe()
 	if err != nil {
 		return nil, fmt.Errorf("pgtest: pipe to the supervisor: %w", err)
@@ -91,6 +91,9 @@ func supervise(ctx context.Context, bin string, u *user.User) (*supervisor, erro
 	cmd := exec.CommandContext(context.WithoutCancel(ctx), "/bin/sh", "-c", supervisorScript, "pgtest-supervisor", bin)
 	cmd.Dir = "/"
 	cmd.Env = serverEnvironment(os.Environ())
+	if parent != "" {
+		cmd.Env = append(cmd.Env, "TMPDIR="+parent)
+	}
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdinRead, stdoutWrite, stdoutWrite
 	err = isolate(cmd, u)
 	if err == nil {
@@ -222,7 +225,17 @@ func (s *supervisor) reply(ctx context.Context, word string) (string, error) {
 // Arguments must not hold blanks. If ctx ends first the supervisor is of no use
 // any more: the caller closes it.
 func (s *supervisor) run(ctx context.Context, program string, args ...string) error {
-	if err := s.send(strings.Join(append([]string{"run", program}, args...), " ")); err != nil {
+	return s.await(ctx, program, strings.Join(append([]string{"run", program}, args...), " "))
+}
+
+// copy is run for a copy of the data in another cluster's folder.
+func (s *supervisor) copy(ctx context.Context, folder string) error {
+	return s.await(ctx, "cp", "copy "+folder)
+}
+
+// await sends a command that runs a program, and waits for its end.
+func (s *supervisor) await(ctx context.Context, program, command string) error {
+	if err := s.send(command); err != nil {
 		return err
 	}
 	code, err := s.reply(ctx, "ran")

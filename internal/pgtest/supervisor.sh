@@ -11,6 +11,7 @@
 #
 #   (at first)          folder PATH     the cluster's folder, made here
 #   run PROGRAM ARG...  ran CODE        a program that ends by itself
+#   copy PATH           ran CODE        data from another cluster's folder
 #   start               started PID     the postmaster, in the background
 #                       gone            later: it and all its descendants ended
 #   reap                exited CODE     its exit code; PID may be reused now
@@ -67,6 +68,10 @@ while read -r verb arguments; do
 		program=$1
 		shift
 		"$bin/$program" "$@" </dev/null >>log 2>&1
+		echo "ran $?"
+		;;
+	copy)
+		cp -R "$arguments/data" data </dev/null >>log 2>&1
 		echo "ran $?"
 		;;
 	start)

@@ -140,7 +140,7 @@ func TestStopBeforePostmasterHears(t *testing.T) {
 	u, err := unprivileged()
 	require.NoError(t, err)
 	for range 10 {
-		sup, err := supervise(t.Context(), bin, u)
+		sup, err := supervise(t.Context(), bin, "", u)
 		require.NoError(t, err)
 		p, err := sup.start()
 		require.NoError(t, err)

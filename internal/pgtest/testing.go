@@ -2,6 +2,7 @@ package pgtest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"sync"
@@ -28,8 +29,9 @@ var shared struct {
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 func Main(m *testing.M, ignored ...goleak.Option) {
+	useTemplates()
 	code := m.Run()
-	if err := stopShared(); err != nil {
+	if err := errors.Join(stopShared(), removeTemplates()); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		code = max(code, 1)
 	}
