@@ -4,7 +4,6 @@
 package record
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -57,19 +56,19 @@ type Maker struct {
 // payloads are shared with the messages, which are not changed.
 func (m Maker) Records(topic string, messages []*message.Message) ([]Record, *Problem) {
 	records := make([]Record, len(messages))
-	var last context.Context
-	var delayed message.Metadata // what the context asks for
+	var last *message.Message
+	var delayed message.Metadata // what its context asks for
 	for i, msg := range messages {
 		if msg == nil {
 			return nil, &Problem{Topic: topic, Index: i, Field: "message", Problem: "is nil"}
 		}
-		if ctx := msg.Context(); i == 0 || !Equal(ctx, last) { // nearly always one context for all
-			last = ctx
+		if last == nil || !Equal(msg.Context(), last.Context()) { // nearly always one context for all
 			var err error
-			if delayed, err = contextDelay(ctx, m.Delays); err != nil {
+			if delayed, err = contextDelay(msg.Context(), m.Delays); err != nil {
 				return nil, &Problem{Topic: topic, Index: i, UUID: msg.UUID, Field: "message", Problem: "has a delay in its context that cannot be read", Err: err}
 			}
 		}
+		last = msg
 		destination, problem := topic, (*Problem)(nil)
 		if m.Envelopes != "" && topic == m.Envelopes {
 			if destination, msg, problem = unwrap(topic, i, msg); problem != nil {
