@@ -77,7 +77,7 @@ var (
 	// more than one statement can carry through database/sql, or through pgx
 	// with scheduled messages among them. Split the call inside one
 	// transaction; through pgx, calls without scheduled messages have no such
-	// bound.
+	// bound. Package watermillsql has a bound of its own.
 	ErrCallTooLarge = errors.New("outbox: too many bytes for one call")
 
 	// ErrReadOnly is returned by constructors and Subscribe when the server

@@ -21,10 +21,8 @@ const (
 	// copyFromBytes is how many bytes of one call do: an array is built in
 	// memory on both sides, COPY streams.
 	copyFromBytes = 256 << 10
-	// maxArrayBytes bounds a call whose messages travel as arrays: PostgreSQL
-	// takes no value over 1 GB, and through database/sql an array's literal has
-	// two characters per payload byte.
-	maxArrayBytes = 256 << 20
+	// maxArrayBytes bounds a call whose messages travel as arrays.
+	maxArrayBytes = record.MaxCallBytes
 )
 
 var insertColumns = []string{"topic", "key", "uuid", "metadata", "payload"}
@@ -88,7 +86,7 @@ func (t insertText) insertPgx(ctx context.Context, db pgxExecutor, records []rec
 		if err := checkArrayBytes(records); err != nil {
 			return err
 		}
-	} else if len(records) >= copyFrom || totalBytes(records) >= copyFromBytes {
+	} else if len(records) >= copyFrom || record.Bytes(records) >= copyFromBytes {
 		n, err := db.CopyFrom(ctx, t.table, insertColumns, pgx.CopyFromSlice(len(records), func(i int) ([]any, error) {
 			r := records[i]
 			return []any{r.Topic, r.Key, r.UUID, r.Metadata, r.Payload}, nil
@@ -154,18 +152,10 @@ func anyDue(records []record.Record) bool {
 
 // checkArrayBytes refuses what arrays cannot carry. One message always fits.
 func checkArrayBytes(records []record.Record) error {
-	if n := totalBytes(records); n > maxArrayBytes && len(records) > 1 {
+	if n := record.Bytes(records); n > maxArrayBytes && len(records) > 1 {
 		return fmt.Errorf("%w: %d, the limit of a call through database/sql, or with scheduled messages, is %d", ErrCallTooLarge, n, maxArrayBytes)
 	}
 	return nil
-}
-
-func totalBytes(records []record.Record) int {
-	n := 0
-	for _, r := range records {
-		n += len(r.Payload) + len(r.Metadata)
-	}
-	return n
 }
 
 // arrayLiteral builds the text form of a PostgreSQL array.

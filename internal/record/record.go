@@ -26,6 +26,20 @@ type Record struct {
 	Due *string
 }
 
+// MaxCallBytes bounds a call whose messages travel as values of one statement:
+// PostgreSQL takes no value over 1 GB, and through database/sql a payload may take
+// two characters per byte.
+const MaxCallBytes = 256 << 20
+
+// Bytes is how many bytes of payload and metadata the records have.
+func Bytes(records []Record) int {
+	n := 0
+	for _, r := range records {
+		n += len(r.Payload) + len(r.Metadata)
+	}
+	return n
+}
+
 // Problem says which message cannot be stored, and why. It has the fields of
 // outbox.MessageError, for a conversion.
 type Problem struct {
