@@ -205,6 +205,7 @@ func testWatermillSQLDrainBesidePublishers(t *testing.T, f *fixture) {
 	f.exec("CREATE TABLE accounts (id int)")
 	db := openSQL(t, "postgres", f.url)
 	oldTable(t, db, "orders", "JSON")
+	tick := make(chan struct{}) // a drain has ended
 	var committed [writers][]string
 	var running sync.WaitGroup
 	for w := range writers {
@@ -215,9 +216,13 @@ func testWatermillSQLDrainBesidePublishers(t *testing.T, f *fixture) {
 				if !assert.NoError(t, err) {
 					return
 				}
-				if random.IntN(2) == 0 { // its id comes before it waits for the table
+				if random.IntN(2) == 0 { // it has its id before a drain, and its row after
 					_, err := tx.ExecContext(t.Context(), "INSERT INTO accounts VALUES ($1)", n)
 					assert.NoError(t, err)
+					select {
+					case <-tick:
+					case <-t.Context().Done():
+					}
 				}
 				publisher, err := wsql.NewPublisher(tx, wsql.PublisherConfig{SchemaAdapter: oldSchema("JSON")}, nil)
 				assert.NoError(t, err)
@@ -254,6 +259,10 @@ func testWatermillSQLDrainBesidePublishers(t *testing.T, f *fixture) {
 		tx := begin(t, drains)
 		drained, err := drainIn(t, tx, config)
 		require.NoError(t, err)
+		select {
+		case tick <- struct{}{}:
+		default:
+		}
 		if runs%2 == 0 && !over {
 			require.NoError(t, tx.Rollback())
 			continue

@@ -13,6 +13,10 @@ func TestForwardWatermillSQLTables(t *testing.T) {
 	t.Parallel()
 
 	server := pgtest.Own(t, pgtest.Options{})
+	t.Run("manual", func(t *testing.T) {
+		t.Parallel()
+		testWatermillSQLManual(t, server)
+	})
 	for _, test := range []struct {
 		name string
 		run  func(t *testing.T, f *fixture)
