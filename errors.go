@@ -9,6 +9,7 @@ import (
 
 	"github.com/millrace/watermill-outbox/internal/delivery"
 	"github.com/millrace/watermill-outbox/internal/lease"
+	"github.com/millrace/watermill-outbox/internal/record"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -70,13 +71,13 @@ var (
 	// ErrInvalidTopic is returned by Publish and Subscribe for a topic that
 	// cannot be stored: empty, longer than MaxTopicBytes, not valid UTF-8, or
 	// with a NUL. No SQL was run.
-	ErrInvalidTopic = errors.New("outbox: invalid topic")
+	ErrInvalidTopic = record.ErrInvalidTopic
 
 	// ErrCallTooLarge is returned by Publish when the messages of one call are
 	// more than one statement can carry through database/sql, or through pgx
 	// with scheduled messages among them. Split the call inside one
 	// transaction; through pgx, calls without scheduled messages have no such
-	// bound.
+	// bound. Package watermillsql has a bound of its own.
 	ErrCallTooLarge = errors.New("outbox: too many bytes for one call")
 
 	// ErrReadOnly is returned by constructors and Subscribe when the server
@@ -109,6 +110,8 @@ var (
 // It is returned before any SQL runs: nothing of the call was written, and the
 // caller's transaction stays usable. It matches ErrInvalidMessage.
 type MessageError struct {
+	// Topic is where it was to be stored: for what was in an envelope, its
+	// destination.
 	Topic string
 	// Index is the message's place in the call, from 0.
 	Index int
@@ -118,7 +121,8 @@ type MessageError struct {
 	Field string
 	// Problem says what is wrong with it.
 	Problem string
-	// Err, if not nil, is the cause, such as a *time.ParseError.
+	// Err, if not nil, is the cause, such as a *time.ParseError, or what is
+	// wrong with an envelope's destination, which matches ErrInvalidTopic.
 	Err error
 }
 

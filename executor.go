@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/millrace/watermill-outbox/internal/record"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -96,8 +97,4 @@ func (e executor) row() (schema.RowFunc, bool) {
 
 // same reports whether two handles are the same. Handles are pointers or
 // structs around one.
-func (e executor) same(other executor) bool { return equal(e.handle, other.handle) }
-
-// equal is a == b for values of any type: what cannot be compared is not the
-// same, where == would panic.
-func equal(a, b any) bool { return reflect.ValueOf(a).Comparable() && a == b }
+func (e executor) same(other executor) bool { return record.Equal(e.handle, other.handle) }

@@ -8,6 +8,8 @@ import (
 
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
+
+	"github.com/millrace/watermill-outbox/internal/record"
 )
 
 // Everything that means something in an array: an element of it once became two
@@ -72,10 +74,10 @@ func TestInsertThroughDatabaseSQLSendsNullAsNil(t *testing.T) {
 	db, err := newExecutor(&std)
 	require.NoError(t, err)
 	text := newInsertText("outbox")
-	require.NoError(t, text.insert(t.Context(), db, "topic", []record{{metadata: "{}"}}))
+	require.NoError(t, text.insert(t.Context(), db, []record.Record{{Metadata: "{}"}}))
 	require.Len(t, std.args, 5)
 	require.True(t, std.args[4] == nil, "%#v", std.args[4])
-	require.NoError(t, text.insert(t.Context(), db, "topic", []record{{metadata: "{}", payload: []byte{}}}))
+	require.NoError(t, text.insert(t.Context(), db, []record.Record{{Metadata: "{}", Payload: []byte{}}}))
 	require.Equal(t, []byte{}, std.args[4])
 }
 
@@ -84,9 +86,9 @@ func TestCheckArrayBytes(t *testing.T) {
 	t.Parallel()
 
 	half := make([]byte, maxArrayBytes/2)
-	require.NoError(t, checkArrayBytes([]record{{payload: half}, {payload: half}}))
-	require.ErrorIs(t, checkArrayBytes([]record{{payload: half}, {payload: half, metadata: "{}"}}), ErrCallTooLarge)
-	require.NoError(t, checkArrayBytes([]record{{payload: make([]byte, maxArrayBytes), metadata: "{}"}}))
+	require.NoError(t, checkArrayBytes([]record.Record{{Payload: half}, {Payload: half}}))
+	require.ErrorIs(t, checkArrayBytes([]record.Record{{Payload: half}, {Payload: half, Metadata: "{}"}}), ErrCallTooLarge)
+	require.NoError(t, checkArrayBytes([]record.Record{{Payload: make([]byte, maxArrayBytes), Metadata: "{}"}}))
 }
 
 // FuzzArrayLiteral writes arrays and reads them back with pgx.

@@ -10,6 +10,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 
+	"github.com/millrace/watermill-outbox/internal/record"
 	"github.com/millrace/watermill-outbox/schema"
 )
 
@@ -61,6 +62,18 @@ type PublisherConfig struct {
 	// reader holds a payload in memory as a whole. Defaults to
 	// DefaultMaxPayloadBytes.
 	MaxPayloadBytes int
+
+	// UnwrapEnvelopes is the topic whose messages are envelopes: those that
+	// code which publishes through Watermill's forwarder.NewPublisher makes, its
+	// ForwarderTopic ("forwarder_topic" unless it says otherwise). Each is
+	// unwrapped before it is stored: the row has the topic, UUID, metadata,
+	// payload, ordering key and delay of the message inside, and no Forwarder is
+	// needed to read it. What is no envelope is refused there with a
+	// *MessageError. Messages to other topics are stored as they come. It takes
+	// off one envelope, of two inside each other the outer one. Defaults to "",
+	// which unwraps nothing: envelopes are then messages like others, for a
+	// Forwarder to subscribe to.
+	UnwrapEnvelopes string
 }
 
 // KeyFromMetadata returns an OrderingKey function that takes the metadata value
@@ -85,7 +98,21 @@ func (c PublisherConfig) validate() error {
 	if c.MaxPayloadBytes < 0 || c.MaxPayloadBytes > LimitPayloadBytes {
 		return fmt.Errorf("outbox: PublisherConfig.MaxPayloadBytes must be between 1 and %d, is %d", LimitPayloadBytes, c.MaxPayloadBytes)
 	}
+	if c.UnwrapEnvelopes != "" {
+		if err := ValidateTopic(c.UnwrapEnvelopes); err != nil {
+			return fmt.Errorf("outbox: PublisherConfig.UnwrapEnvelopes: %w", err)
+		}
+	}
 	return nil
+}
+
+// maker returns what makes the rows, for a configuration with its defaults.
+func (c PublisherConfig) maker() (record.Maker, error) {
+	delays, err := record.NewDelayReader()
+	return record.Maker{
+		OrderingKey: c.OrderingKey, Envelopes: c.UnwrapEnvelopes, Delays: delays,
+		MaxPayloadBytes: c.MaxPayloadBytes, TooLong: "PublisherConfig.MaxPayloadBytes",
+	}, err
 }
 
 // Publisher writes messages into the outbox tables, inside the caller's
@@ -99,8 +126,8 @@ type Publisher struct {
 	// base is used when the context carries no transaction; its handle is nil
 	// if NewPublisher got none.
 	base executor
-	// delays reads what delay.WithContext put into a context.
-	delays message.Publisher
+	// maker makes the rows of messages.
+	maker record.Maker
 
 	// mu guards closed, and the step from it to running: Publish is counted
 	// before Close waits, or refused. It is not held for longer, since calls
@@ -132,11 +159,11 @@ func NewPublisher(db any, config PublisherConfig, logger watermill.LoggerAdapter
 	if logger == nil {
 		logger = watermill.NopLogger{}
 	}
-	delays, err := newDelayReader()
+	maker, err := config.maker()
 	if err != nil {
 		return nil, fmt.Errorf("outbox: new publisher: %w", err)
 	}
-	p := &Publisher{config: config, logger: logger, text: newInsertText(config.Schema), delays: delays}
+	p := &Publisher{config: config, logger: logger, text: newInsertText(config.Schema), maker: maker}
 	if db == nil {
 		if !config.RequireTx {
 			return nil, fmt.Errorf("%w: it is nil, which is allowed only with RequireTx", ErrUnsupportedExecutor)
@@ -230,6 +257,9 @@ func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) 
 // due times. It takes a Consumer with a subscription, in any process, to have
 // them delivered.
 //
+// Envelopes sent to PublisherConfig.UnwrapEnvelopes are stored as the messages
+// inside, all of a call in the one statement, whatever topics they are for.
+//
 // Messages are not changed, and not kept after the call. Without messages it
 // does nothing.
 func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
@@ -243,20 +273,9 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	if err := ValidateTopic(topic); err != nil {
 		return err
 	}
-	records := make([]record, len(messages))
-	var delayed message.Metadata // what the message's context asks for
-	for i, msg := range messages {
-		if msg != nil && (i == 0 || !equal(msg.Context(), messages[i-1].Context())) {
-			var err error
-			if delayed, err = contextDelay(msg.Context(), p.delays); err != nil {
-				return err
-			}
-		}
-		r, err := p.record(topic, i, msg, delayed)
-		if err != nil {
-			return err
-		}
-		records[i] = r
+	records, problem := p.maker.Records(topic, messages)
+	if problem != nil {
+		return (*MessageError)(problem)
 	}
 	db, err := p.executorFor(messages)
 	if err != nil {
@@ -266,14 +285,14 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	if err := context.Cause(ctx); err != nil {
 		return fmt.Errorf("outbox: publish to topic %q: the message's context is already done (Watermill's Timeout middleware leaves such a context on the message; set another one before publishing it again): %w", topic, err)
 	}
-	if err := p.text.insert(ctx, db, topic, records); err != nil {
+	if err := p.text.insert(ctx, db, records); err != nil {
 		return fmt.Errorf("outbox: publish %d messages to topic %q: %w", len(messages), topic, explain(err, p.config.Schema))
 	}
 	if _, silent := p.logger.(watermill.NopLogger); silent {
 		return nil // spares building the fields
 	}
-	for _, msg := range messages {
-		p.logger.Trace("Message written to the outbox", watermill.LogFields{"topic": topic, "message_uuid": msg.UUID})
+	for _, r := range records {
+		p.logger.Trace("Message written to the outbox", watermill.LogFields{"topic": r.Topic, "message_uuid": r.UUID})
 	}
 	return nil
 }
@@ -293,7 +312,7 @@ func (p *Publisher) executorFor(messages []*message.Message) (executor, error) {
 	var chosen executor
 	for i, msg := range messages {
 		ctx := msg.Context()
-		if i > 0 && equal(ctx, messages[i-1].Context()) {
+		if i > 0 && record.Equal(ctx, messages[i-1].Context()) {
 			continue // nearly always one context for all
 		}
 		db, err := p.executorFrom(ctx)

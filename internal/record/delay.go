@@ -1,4 +1,4 @@
-package outbox
+package record
 
 import (
 	"context"
@@ -16,9 +16,9 @@ type nowhere struct{}
 func (nowhere) Publish(string, ...*message.Message) error { return nil }
 func (nowhere) Close() error                              { return nil }
 
-// newDelayReader returns what contextDelay asks. Only Watermill's own decorator
-// knows the key under which delay.WithContext keeps its value.
-func newDelayReader() (message.Publisher, error) {
+// NewDelayReader returns what Maker.Delays is to be. Only Watermill's own
+// decorator knows the key under which delay.WithContext keeps its value.
+func NewDelayReader() (message.Publisher, error) {
 	return delay.NewPublisher(nowhere{}, delay.PublisherConfig{AllowNoDelay: true})
 }
 
@@ -29,7 +29,7 @@ func contextDelay(ctx context.Context, reader message.Publisher) (message.Metada
 	asked := &message.Message{Metadata: message.Metadata{}}
 	asked.SetContext(ctx)
 	if err := reader.Publish("", asked); err != nil {
-		return nil, fmt.Errorf("outbox: read the delay in the message's context: %w", err)
+		return nil, err
 	}
 	return asked.Metadata, nil
 }

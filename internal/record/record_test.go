@@ -1,4 +1,4 @@
-package outbox
+package record
 
 import (
 	"context"
@@ -36,27 +36,38 @@ func TestValidateTopic(t *testing.T) {
 	}
 }
 
-// testPublisher returns a Publisher that has no database.
-func testPublisher(config PublisherConfig) *Publisher {
-	return &Publisher{config: config.withDefaults()}
+// keyMetadata is where the ordering key is in these tests.
+const keyMetadata = "partition_key"
+
+// testMaker returns a Maker with the publisher's defaults.
+func testMaker(t testing.TB) Maker {
+	t.Helper()
+	delays, err := NewDelayReader()
+	require.NoError(t, err)
+	return Maker{OrderingKey: keyFrom(keyMetadata), MaxPayloadBytes: 1 << 20, TooLong: "configured", Delays: delays}
+}
+
+func keyFrom(name string) func(string, *message.Message) string {
+	return func(_ string, msg *message.Message) string { return msg.Metadata.Get(name) }
 }
 
 func TestRecordAcceptsUpToTheBounds(t *testing.T) {
 	t.Parallel()
 
-	p := testPublisher(PublisherConfig{MaxPayloadBytes: 10})
+	p := testMaker(t)
+	p.MaxPayloadBytes = 10
 	key := strings.Repeat("k", MaxOrderingKeyBytes)
 	msg := message.NewMessage(strings.Repeat("u", MaxUUIDBytes), make([]byte, 10))
-	msg.Metadata = message.Metadata{DefaultKeyMetadata: key}
+	msg.Metadata = message.Metadata{keyMetadata: key}
 	// The braces are counted, the quotes are not.
-	rest := MaxMetadataBytes - 2 - len(DefaultKeyMetadata) - len(key) - 1
+	rest := MaxMetadataBytes - 2 - len(keyMetadata) - len(key) - 1
 	msg.Metadata["x"] = strings.Repeat("v", rest)
-	r, err := p.record("topic", 0, msg, nil)
-	require.NoError(t, err)
-	require.Equal(t, msg.UUID, r.uuid)
-	require.Equal(t, key, *r.key)
-	require.Equal(t, []byte(msg.Payload), r.payload)
-	decoded, err := metadata.Decode([]byte(r.metadata))
+	r, problem := p.record("topic", 0, msg, nil)
+	require.Nil(t, problem)
+	require.Equal(t, msg.UUID, r.UUID)
+	require.Equal(t, key, *r.Key)
+	require.Equal(t, []byte(msg.Payload), r.Payload)
+	decoded, err := metadata.Decode([]byte(r.Metadata))
 	require.NoError(t, err)
 	require.Equal(t, map[string]string(msg.Metadata), decoded)
 
@@ -64,13 +75,12 @@ func TestRecordAcceptsUpToTheBounds(t *testing.T) {
 		"uuid":         func(msg *message.Message) { msg.UUID += "u" },
 		"payload":      func(msg *message.Message) { msg.Payload = make([]byte, 11) },
 		"metadata":     func(msg *message.Message) { msg.Metadata["x"] += "v" },
-		"ordering key": func(msg *message.Message) { msg.Metadata[DefaultKeyMetadata] += "k"; msg.Metadata["x"] = "" },
+		"ordering key": func(msg *message.Message) { msg.Metadata[keyMetadata] += "k"; msg.Metadata["x"] = "" },
 	} {
 		changed := msg.Copy()
 		change(changed)
-		_, err := p.record("topic", 7, changed, nil)
-		var invalid *MessageError
-		require.ErrorAs(t, err, &invalid)
+		_, invalid := p.record("topic", 7, changed, nil)
+		require.NotNil(t, invalid)
 		require.Equal(t, field, invalid.Field)
 		require.Equal(t, 7, invalid.Index)
 		require.Contains(t, invalid.Problem, "the limit is")
@@ -80,16 +90,16 @@ func TestRecordAcceptsUpToTheBounds(t *testing.T) {
 func TestRecordOfEmptyMessage(t *testing.T) {
 	t.Parallel()
 
-	p := testPublisher(PublisherConfig{})
+	p := testMaker(t)
 	for _, metadata := range []message.Metadata{nil, {}} {
-		r, err := p.record("topic", 0, &message.Message{Metadata: metadata}, nil)
-		require.NoError(t, err)
-		require.Equal(t, record{metadata: "{}"}, r)
+		r, problem := p.record("topic", 0, &message.Message{Metadata: metadata}, nil)
+		require.Nil(t, problem)
+		require.Equal(t, Record{Topic: "topic", Metadata: "{}"}, r)
 	}
-	r, err := p.record("topic", 0, message.NewMessage("", []byte{}), nil)
-	require.NoError(t, err)
-	require.NotNil(t, r.payload, "no bytes are something else than NULL")
-	require.Empty(t, r.payload)
+	r, problem := p.record("topic", 0, message.NewMessage("", []byte{}), nil)
+	require.Nil(t, problem)
+	require.NotNil(t, r.Payload, "no bytes are something else than NULL")
+	require.Empty(t, r.Payload)
 }
 
 // A time is stored as the database reads it in any zone, and a fraction of a
@@ -98,7 +108,7 @@ func TestRecordOfEmptyMessage(t *testing.T) {
 func TestRecordOfDelayedMessage(t *testing.T) {
 	t.Parallel()
 
-	p := testPublisher(PublisherConfig{})
+	p := testMaker(t)
 	for until, want := range map[string]string{
 		"2030-01-02T03:04:05Z":                "2030-01-02 03:04:05.000000+00",
 		"2030-01-02T03:04:05.6Z":              "2030-01-02 03:04:05.600000+00",
@@ -114,14 +124,14 @@ func TestRecordOfDelayedMessage(t *testing.T) {
 		"9999-12-31T23:59:59.999999999-23:59": "10000-01-01 23:59:00.000000+00",
 		"":                                    "",
 	} {
-		r, err := p.record("topic", 0, withMetadata(message.Metadata{delay.DelayedUntilKey: until}), nil)
-		require.NoError(t, err, until)
+		r, problem := p.record("topic", 0, withMetadata(message.Metadata{delay.DelayedUntilKey: until}), nil)
+		require.Nil(t, problem, until)
 		if want == "" {
-			require.Nil(t, r.due, until)
+			require.Nil(t, r.Due, until)
 			continue
 		}
-		require.NotNil(t, r.due, until)
-		require.Equal(t, want, *r.due, until)
+		require.NotNil(t, r.Due, until)
+		require.Equal(t, want, *r.Due, until)
 	}
 	for _, test := range []struct{ key, value string }{
 		{delay.DelayedUntilKey, "2030-01-02"},
@@ -134,9 +144,8 @@ func TestRecordOfDelayedMessage(t *testing.T) {
 		{delay.DelayedForKey, "1"},
 		{delay.DelayedForKey, "soon"},
 	} {
-		_, err := p.record("topic", 3, withMetadata(message.Metadata{test.key: test.value}), nil)
-		var invalid *MessageError
-		require.ErrorAs(t, err, &invalid, test.value)
+		_, invalid := p.record("topic", 3, withMetadata(message.Metadata{test.key: test.value}), nil)
+		require.NotNil(t, invalid, test.value)
 		require.Equal(t, 3, invalid.Index)
 		require.Equal(t, "metadata", invalid.Field)
 		require.Contains(t, invalid.Problem, test.key)
@@ -150,10 +159,10 @@ func TestRecordOfDurationAlone(t *testing.T) {
 	t.Parallel()
 
 	for _, text := range []string{"24h0m0s", "-1s", "0s"} {
-		r, err := testPublisher(PublisherConfig{}).record("topic", 0, withMetadata(message.Metadata{delay.DelayedForKey: text}), nil)
-		require.NoError(t, err)
-		require.Nil(t, r.due)
-		require.Equal(t, `{"_watermill_delayed_for":"`+text+`"}`, r.metadata)
+		r, problem := testMaker(t).record("topic", 0, withMetadata(message.Metadata{delay.DelayedForKey: text}), nil)
+		require.Nil(t, problem)
+		require.Nil(t, r.Due)
+		require.Equal(t, `{"_watermill_delayed_for":"`+text+`"}`, r.Metadata)
 	}
 }
 
@@ -162,7 +171,7 @@ func TestRecordOfDurationAlone(t *testing.T) {
 func TestRecordReadsTheContextAsWatermillDoes(t *testing.T) {
 	t.Parallel()
 
-	reader, err := newDelayReader()
+	reader, err := NewDelayReader()
 	require.NoError(t, err)
 	until := time.Date(2031, 1, 2, 3, 4, 5, 6, time.FixedZone("", 3600))
 	for name, own := range map[string]message.Metadata{
@@ -188,9 +197,9 @@ func TestRecordReadsTheContextAsWatermillDoes(t *testing.T) {
 
 			fromContext, err := contextDelay(ctx, reader)
 			require.NoError(t, err)
-			r, err := testPublisher(PublisherConfig{}).record("topic", 0, msg, fromContext)
-			require.NoError(t, err)
-			stored, err := metadata.Decode([]byte(r.metadata))
+			r, problem := testMaker(t).record("topic", 0, msg, fromContext)
+			require.Nil(t, problem)
+			stored, err := metadata.Decode([]byte(r.Metadata))
 			require.NoError(t, err)
 			require.Equal(t, map[string]string(decorated.Metadata), stored, name)
 			require.Equal(t, own, msg.Metadata, name)
@@ -203,9 +212,9 @@ func TestRecordBoundsMetadataWithTheDelay(t *testing.T) {
 	t.Parallel()
 
 	fromContext := message.Metadata{delay.DelayedUntilKey: "2030-01-02T03:04:05Z", delay.DelayedForKey: "1s"}
-	_, err := testPublisher(PublisherConfig{}).record("topic", 0, withMetadata(message.Metadata{"x": strings.Repeat("v", MaxMetadataBytes-10)}), fromContext)
-	require.ErrorIs(t, err, ErrInvalidMessage)
-	require.ErrorContains(t, err, "the limit is")
+	_, invalid := testMaker(t).record("topic", 0, withMetadata(message.Metadata{"x": strings.Repeat("v", MaxMetadataBytes-10)}), fromContext)
+	require.NotNil(t, invalid)
+	require.Contains(t, invalid.Problem, "the limit is")
 }
 
 func withMetadata(metadata message.Metadata) *message.Message {
@@ -218,24 +227,46 @@ func TestRecordAsksForTheOrderingKey(t *testing.T) {
 	t.Parallel()
 
 	msg := message.NewMessage("1", nil)
-	msg.Metadata = message.Metadata{DefaultKeyMetadata: "a", "other": "b"}
+	msg.Metadata = message.Metadata{keyMetadata: "a", "other": "b"}
+	m := testMaker(t)
 	for want, function := range map[string]func(topic string, msg *message.Message) string{
-		"a":       nil,
-		"b":       KeyFromMetadata("other"),
+		"a":       m.OrderingKey,
+		"b":       keyFrom("other"),
 		"topic/1": func(topic string, msg *message.Message) string { return topic + "/" + msg.UUID },
 	} {
-		r, err := testPublisher(PublisherConfig{OrderingKey: function}).record("topic", 0, msg, nil)
-		require.NoError(t, err)
-		require.Equal(t, want, *r.key)
+		m.OrderingKey = function
+		r, problem := m.record("topic", 0, msg, nil)
+		require.Nil(t, problem)
+		require.Equal(t, want, *r.Key)
 	}
-	r, err := testPublisher(PublisherConfig{OrderingKey: KeyFromMetadata("none")}).record("topic", 0, msg, nil)
-	require.NoError(t, err)
-	require.Nil(t, r.key)
+	m.OrderingKey = keyFrom("none")
+	r, problem := m.record("topic", 0, msg, nil)
+	require.Nil(t, problem)
+	require.Nil(t, r.Key)
 	for _, key := range []string{"\xff", "a\x00"} {
-		p := testPublisher(PublisherConfig{OrderingKey: func(string, *message.Message) string { return key }})
-		_, err := p.record("topic", 0, msg, nil)
-		var invalid *MessageError
-		require.ErrorAs(t, err, &invalid)
+		m.OrderingKey = func(string, *message.Message) string { return key }
+		_, invalid := m.record("topic", 0, msg, nil)
+		require.NotNil(t, invalid)
 		require.Equal(t, "ordering key", invalid.Field)
 	}
+}
+
+// The context is asked once for each that comes, and each message gets what its
+// own asks for.
+func TestRecordsOfOneCall(t *testing.T) {
+	t.Parallel()
+
+	later := delay.WithContext(t.Context(), delay.Until(time.Date(2031, 1, 2, 3, 4, 5, 0, time.UTC)))
+	messages := []*message.Message{withMetadata(nil), withMetadata(nil), withMetadata(nil), withMetadata(nil)}
+	messages[1].SetContext(later)
+	messages[2].SetContext(later)
+	records, problem := testMaker(t).Records("topic", messages)
+	require.Nil(t, problem)
+	for i, r := range records {
+		require.Equal(t, "topic", r.Topic)
+		require.Equal(t, i == 1 || i == 2, r.Due != nil, i)
+	}
+	messages[2] = nil
+	_, problem = testMaker(t).Records("topic", messages)
+	require.Equal(t, &Problem{Topic: "topic", Index: 2, Field: "message", Problem: "is nil"}, problem)
 }
