@@ -90,6 +90,13 @@ func (b *breaker) enter(ctx context.Context) (try bool, err error) {
 	return false, context.Cause(ctx)
 }
 
+// closed reports whether nobody has to wait.
+func (b *breaker) closed() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.state == BreakerClosed
+}
+
 // next lets somebody try. Called with mu held.
 func (b *breaker) next() {
 	b.set(BreakerHalfOpen)

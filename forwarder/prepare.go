@@ -76,7 +76,7 @@ func (p *pump) prepare(c *consumed) error {
 		for _, topic := range topics {
 			next := msg
 			if p.destination.DeduplicationKey != "" {
-				id := c.id
+				id := c.id()
 				if p.destination.DeduplicateBy == ByUUID {
 					id = msg.UUID
 				}

@@ -82,6 +82,9 @@ func (p *pump) ended(c *consumed) bool { return p.working.Err() != nil || c.ctx.
 
 // enter waits at the breaker, for as long as the message is ours.
 func (p *pump) enter(c *consumed) (try, ok bool) {
+	if p.breaker.closed() {
+		return false, !p.ended(c)
+	}
 	ctx, cancel := context.WithCancel(p.working)
 	defer cancel()
 	defer context.AfterFunc(c.ctx, cancel)()
@@ -190,8 +193,8 @@ func (p *pump) decide(c *consumed) Fault {
 
 // nameOf is what a message is remembered by.
 func (p *pump) nameOf(c *consumed) string {
-	if c.id != "" {
-		return c.id
+	if id := c.id(); id != "" {
+		return id
 	}
 	return fmt.Sprintf("%p", c.Message)
 }

@@ -45,10 +45,19 @@ type feed interface {
 // origin is what is known of a message beside its content.
 type origin struct {
 	topic, key string
-	// id is one that no other message of the source has, "" if none is known.
-	id string
+	// era and number are what no other message of the source has, 0 if they are
+	// not known.
+	era, number int64
 	// attempt counts the deliveries, from 1; 0 if they are not counted.
 	attempt int
+}
+
+// id returns an id that no other message of the source has, "" if none is known.
+func (o origin) id() string {
+	if o.number == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%d-%d", o.era, o.number)
 }
 
 // outboxSource reads the outbox.
@@ -117,7 +126,7 @@ func (f *outboxFeed) subscribe(ctx context.Context) (<-chan []*message.Message, 
 
 func (f *outboxFeed) origin(msg *message.Message) origin {
 	d, _ := outbox.DeliveryFromCtx(msg.Context())
-	return origin{topic: d.Topic, key: d.OrderingKey, id: fmt.Sprintf("%d-%d", d.Era, d.ID), attempt: d.Attempt}
+	return origin{topic: d.Topic, key: d.OrderingKey, era: d.Era, number: d.ID, attempt: d.Attempt}
 }
 
 // fail leaves the rest to the subscription, which counts attempts durably.

@@ -44,6 +44,9 @@ func parseTemplate(text string) (template, error) {
 // topic fills the template in. A place that stays empty leads to no topic, even
 // if there is text around it.
 func (t template) topic(topic, key string, metadata message.Metadata) (string, error) {
+	if len(t.places) == 1 && t.places[0] == "topic" && t.texts[0] == "" && t.texts[1] == "" && topic != "" {
+		return topic, nil // as most are; it was a topic already
+	}
 	var b strings.Builder
 	for i, text := range t.texts {
 		b.WriteString(text)
