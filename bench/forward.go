@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	forwardMessages = 40_000
+	forwardMessages = 80_000
 	// forwardStock is how many Watermill's own Forwarder gets, which takes longer.
 	forwardStock    = 4_000
 	forwardKeys     = 1000

@@ -1,7 +1,6 @@
 package forwarder
 
 import (
-	"context"
 	"fmt"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -32,16 +31,9 @@ func (p *pump) publish(c *consumed) error {
 // attempt returns a message for one call of the publisher: a copy, since the
 // publisher may change it, and its decorators leave marks on it. Its context has
 // the deadline, and ends with that of the consumed message.
-func (p *pump) attempt(c *consumed, out outgoing) (*message.Message, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(out.msg.Context(), p.destination.PublishTimeout)
-	unhook := func() bool { return true }
-	if out.msg.Context() != c.ctx {
-		unhook = context.AfterFunc(c.ctx, cancel)
-	}
+func (p *pump) attempt(c *consumed, out outgoing) (*message.Message, func()) {
+	ctx := newAttemptContext(out.msg.Context(), c.ctx, p.destination.PublishTimeout)
 	msg := out.msg.Copy()
 	msg.SetContext(ctx)
-	return msg, func() {
-		unhook()
-		cancel()
-	}
+	return msg, ctx.end
 }
