@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	forwardMessages = 40_000
+	forwardMessages = 80_000
 	// forwardStock is how many Watermill's own Forwarder gets, which takes longer.
 	forwardStock    = 4_000
 	forwardKeys     = 1000
@@ -173,13 +173,13 @@ func (s *forwarding) stock(ctx context.Context) (float64, error) {
 // destinations.
 func (s *forwarding) forward(ctx context.Context, publisher message.Publisher, others ...forwarder.Destination) (float64, error) {
 	counted := newCounted(publisher, len(s.messages))
-	target := message.Publisher(counted)
+	target, inFlight := message.Publisher(counted), forwardInFlight
 	if batches, ok := publisher.(forwarder.BatchPublisher); ok {
-		target = countedBatches{counted, batches}
+		target, inFlight = countedBatches{counted, batches}, 4*forwardInFlight
 	}
 	f, err := forwarder.New(forwarder.Config{
 		Source:       forwarder.FromOutbox(s.consumer, outbox.SubscriberConfig{ConsumerGroup: newGroup()}, outbox.ListTopics(forwardTopic)),
-		Destinations: append([]forwarder.Destination{{Publisher: target, MaxInFlight: forwardInFlight}}, others...),
+		Destinations: append([]forwarder.Destination{{Publisher: target, MaxInFlight: inFlight}}, others...),
 	}, nil)
 	if err != nil {
 		return 0, err

@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/forwarder"
 	"github.com/millrace/watermill-outbox/internal/pgtest"
 	"github.com/millrace/watermill-outbox/schema"
 )
@@ -113,6 +114,32 @@ func newParallelSubscriber(consumer *outbox.Consumer, logger watermill.LoggerAda
 	}, logger)
 }
 
+func forward(ctx context.Context, consumer *outbox.Consumer, nats, webhook message.Publisher, logger watermill.LoggerAdapter) error {
+	f, err := forwarder.New(forwarder.Config{
+		Source: forwarder.FromOutbox(consumer, outbox.SubscriberConfig{}, outbox.AllTopics()),
+		Destinations: []forwarder.Destination{
+			{Name: "nats", Publisher: nats, DeduplicationKey: forwarder.NATSMessageID},
+			{Name: "audit", Publisher: webhook, Topic: "https://audit.example.com/{topic}"},
+		},
+	}, logger)
+	if err != nil {
+		return err
+	}
+	return f.Run(ctx) // until ctx ends
+}
+
+// topics is a publisher that tells where it was to publish to.
+type topics chan string
+
+func (p topics) Publish(topic string, messages ...*message.Message) error {
+	for range messages {
+		p <- topic
+	}
+	return nil
+}
+
+func (topics) Close() error { return nil }
+
 func TestREADMEWorks(t *testing.T) {
 	t.Parallel()
 
@@ -149,6 +176,17 @@ func TestREADMEWorks(t *testing.T) {
 	_, err = newParallelSubscriber(consumer, nil)
 	require.NoError(t, err)
 	require.Equal(t, []string{`42 {"status":"paid"}`, `42 {"status":"shipped"}`, `42 {"OrderID":"42"}`}, received)
+
+	ctx, cancel = context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	nats, webhook, done := make(topics, 3), make(topics, 3), make(chan error)
+	go func() { done <- forward(ctx, consumer, nats, webhook, nil) }()
+	for range 3 {
+		require.Equal(t, "orders", <-nats)
+		require.Equal(t, "https://audit.example.com/orders", <-webhook)
+	}
+	cancel()
+	require.NoError(t, <-done)
 }
 
 func TestREADMEShowsThisCode(t *testing.T) {

@@ -40,9 +40,8 @@ func (p *pump) publishOne(c *consumed, out outgoing) error {
 
 // call is a message on its way through the publisher.
 type call struct {
-	msg    *message.Message
-	ctx    context.Context //nolint:containedctx // of the call
-	cancel context.CancelFunc
+	msg *message.Message
+	ctx *attemptContext
 }
 
 // begin returns a message for one call of the publisher, which begins now, or an
@@ -55,21 +54,21 @@ func (p *pump) begin(c *consumed, out outgoing) (call, error) {
 	if err := context.Cause(c.ctx); err != nil {
 		return call{}, err
 	}
-	ctx, cancel := context.WithTimeout(c.ctx, p.destination.PublishTimeout)
-	msg := out.msg.Copy()
-	if own := out.msg.Context(); own != c.ctx {
-		msg.SetContext(valueContext{Context: ctx, values: context.WithoutCancel(own)})
-	} else {
-		msg.SetContext(ctx)
+	parent := c.ctx
+	if own := out.msg.Context(); own != parent {
+		parent = valueContext{Context: parent, values: context.WithoutCancel(own)}
 	}
-	return call{msg: msg, ctx: ctx, cancel: cancel}, nil
+	ctx := newAttemptContext(parent, p.destination.PublishTimeout)
+	msg := out.msg.Copy()
+	msg.SetContext(ctx)
+	return call{msg: msg, ctx: ctx}, nil
 }
 
 // end ends a call, and returns what it came to. A publisher whose time was up need
 // not say so in its own error.
 func (c call) end(err error) error {
 	late := c.ctx.Err()
-	c.cancel()
+	c.ctx.end()
 	if err != nil && errors.Is(late, context.DeadlineExceeded) && !errors.Is(err, context.DeadlineExceeded) {
 		return fmt.Errorf("%w: %w", late, err)
 	}

@@ -96,7 +96,8 @@ var drainMove string
 
 const (
 	drainPosition = `
-SELECT pg_snapshot_xmin(pg_current_snapshot())::text, EXISTS (SELECT FROM :offsets o WHERE o.consumer_group = $1::text)`
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text, o.last_processed_transaction_id::text, coalesce(o.offset_acked, 0)
+FROM :offsets o WHERE o.consumer_group = $1::text`
 	drainMore = `
 SELECT EXISTS (SELECT FROM :messages m, :offsets o
 	WHERE o.consumer_group = $1::text AND (m.transaction_id, m."offset") > (o.last_processed_transaction_id, coalesce(o.offset_acked, 0)))`
@@ -154,17 +155,18 @@ func drain(ctx context.Context, tx *sql.Tx, config DrainConfig) (Drained, error)
 	}
 	// After the locks, so that it covers all that was written before. Once, since
 	// it moves while statements follow each other.
-	var horizon string
-	var known bool
-	if err := tx.QueryRowContext(ctx, config.text("", drainPosition), config.ConsumerGroup).Scan(&horizon, &known); err != nil {
-		return Drained{}, fmt.Errorf("look for the position: %w", err)
-	}
-	if !known {
+	var horizon, after string
+	var offset int64
+	err = tx.QueryRowContext(ctx, config.text("", drainPosition), config.ConsumerGroup).Scan(&horizon, &after, &offset)
+	if errors.Is(err, sql.ErrNoRows) {
 		return Drained{}, fmt.Errorf("%w (%s)", ErrUnknownGroup, config.OffsetsTable)
+	}
+	if err != nil {
+		return Drained{}, fmt.Errorf("look for the position: %w", err)
 	}
 
 	text := func(statement string) string { return config.text(payload, drainRows+statement) }
-	args := []any{config.Topic, config.ConsumerGroup, config.KeyMetadata, horizon, config.MaxRows}
+	args := []any{config.Topic, config.KeyMetadata, horizon, config.MaxRows, after, offset}
 	bad := RowError{Table: config.MessagesTable}
 	err = tx.QueryRowContext(ctx, text(drainProblem), append(args, outbox.LimitPayloadBytes)...).Scan(&bad.Offset, &bad.UUID, &bad.Problem)
 	if err == nil {
@@ -174,7 +176,7 @@ func drain(ctx context.Context, tx *sql.Tx, config DrainConfig) (Drained, error)
 		return Drained{}, fmt.Errorf("look at the rows: %w", err)
 	}
 	var drained Drained
-	if err := tx.QueryRowContext(ctx, text(drainMove), args...).Scan(&drained.Moved, &drained.Scheduled); err != nil {
+	if err := tx.QueryRowContext(ctx, text(drainMove), append(args, config.ConsumerGroup)...).Scan(&drained.Moved, &drained.Scheduled); err != nil {
 		return Drained{}, fmt.Errorf("move the rows: %w", err)
 	}
 	if err := tx.QueryRowContext(ctx, config.text(payload, drainMore), config.ConsumerGroup).Scan(&drained.More); err != nil {

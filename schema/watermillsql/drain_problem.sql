@@ -6,7 +6,7 @@ FROM (
         WHEN octet_length(r.topic) > 1024 THEN 'has a topic of more than 1024 bytes'
         WHEN octet_length(r.uuid) > 1024 THEN 'has a uuid of more than 1024 bytes'
         WHEN octet_length(r.key) > 1024 THEN 'has an ordering key of more than 1024 bytes'
-        WHEN octet_length(r.payload) > $6::bigint THEN 'has a payload of more than ' || $6::bigint || ' bytes'
+        WHEN octet_length(r.payload) > $7::bigint THEN 'has a payload of more than ' || $7::bigint || ' bytes'
         WHEN json_typeof(r.metadata) <> 'object' THEN 'has metadata that are no JSON object: ' || json_typeof(r.metadata)
         WHEN octet_length(r.metadata::text) > 1048576 THEN 'has metadata of more than 1048576 bytes'
         WHEN EXISTS (SELECT FROM json_each(r.metadata) AS v WHERE json_typeof(v.value) <> 'string')
