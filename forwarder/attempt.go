@@ -7,12 +7,11 @@ import (
 )
 
 // attemptContext is the context of one call of a publisher: it ends with its
-// parent's, with also, at the deadline, or when the call is over. Most publishers
-// never ask for Done, so what it takes is made when somebody does.
+// parent, at the deadline, or when the call is over. Most publishers never ask for
+// Done, so what it takes is made when somebody does.
 type attemptContext struct {
 	context.Context //nolint:containedctx // is a context
 
-	also     context.Context //nolint:containedctx // ends it, too; nil if the parent does
 	deadline time.Time
 
 	mu sync.Mutex
@@ -22,11 +21,8 @@ type attemptContext struct {
 	over   bool
 }
 
-func newAttemptContext(parent, also context.Context, timeout time.Duration) *attemptContext {
-	if parent == also {
-		also = nil
-	}
-	return &attemptContext{Context: parent, also: also, deadline: time.Now().Add(timeout)}
+func newAttemptContext(parent context.Context, timeout time.Duration) *attemptContext {
+	return &attemptContext{Context: parent, deadline: time.Now().Add(timeout)}
 }
 
 func (c *attemptContext) Deadline() (time.Time, bool) {
@@ -47,8 +43,6 @@ func (c *attemptContext) Err() error {
 		return inner.Err()
 	case c.Context.Err() != nil:
 		return c.Context.Err()
-	case c.also != nil && c.also.Err() != nil:
-		return context.Canceled
 	case over:
 		return context.Canceled
 	case !time.Now().Before(c.deadline):
@@ -64,19 +58,11 @@ func (c *attemptContext) full() context.Context {
 	if c.inner != nil {
 		return c.inner
 	}
-	inner, cancel := context.WithDeadline(c.Context, c.deadline)
-	c.inner, c.cancel = inner, cancel
-	if c.also != nil {
-		unhook := context.AfterFunc(c.also, cancel)
-		c.cancel = func() {
-			unhook()
-			cancel()
-		}
-	}
-	if c.over || c.also != nil && c.also.Err() != nil {
+	c.inner, c.cancel = context.WithDeadline(c.Context, c.deadline)
+	if c.over {
 		c.cancel()
 	}
-	return inner
+	return c.inner
 }
 
 // end says that the call is over.

@@ -15,23 +15,20 @@ func TestAttemptContext(t *testing.T) {
 
 	type key struct{}
 	for name, test := range map[string]struct {
-		end  func(cancelParent, cancelAlso func(), c *attemptContext)
+		end  func(cancelParent func(), c *attemptContext)
 		want error
 	}{
-		"not at all": {func(func(), func(), *attemptContext) {}, nil},
-		"the parent": {func(cancel, _ func(), _ *attemptContext) { cancel() }, context.Canceled},
-		"the other":  {func(_, cancel func(), _ *attemptContext) { cancel() }, context.Canceled},
-		"the call":   {func(_, _ func(), c *attemptContext) { c.end() }, context.Canceled},
-		"the time":   {func(func(), func(), *attemptContext) { time.Sleep(time.Second) }, context.DeadlineExceeded},
+		"not at all": {func(func(), *attemptContext) {}, nil},
+		"the parent": {func(cancel func(), _ *attemptContext) { cancel() }, context.Canceled},
+		"the call":   {func(_ func(), c *attemptContext) { c.end() }, context.Canceled},
+		"the time":   {func(func(), *attemptContext) { time.Sleep(time.Second) }, context.DeadlineExceeded},
 	} {
 		for _, asked := range []bool{false, true} {
 			t.Run(name, func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					parent, cancelParent := context.WithCancel(context.WithValue(t.Context(), key{}, "value"))
-					also, cancelAlso := context.WithCancel(t.Context())
 					defer cancelParent()
-					defer cancelAlso()
-					c := newAttemptContext(parent, also, time.Second)
+					c := newAttemptContext(parent, time.Second)
 					defer c.end()
 					require.NoError(t, c.Err())
 					require.Equal(t, "value", c.Value(key{}))
@@ -41,7 +38,7 @@ func TestAttemptContext(t *testing.T) {
 					if asked {
 						require.NotNil(t, c.Done())
 					}
-					test.end(cancelParent, cancelAlso, c)
+					test.end(cancelParent, c)
 					synctest.Wait()
 					require.Equal(t, test.want, c.Err())
 					select {

@@ -46,6 +46,9 @@ var errBatchResult = errors.New("forwarder: PublishBatch must return no errors o
 // message.
 type combiner struct {
 	publisher BatchPublisher
+	// begin is asked for each message when its call begins: it may have waited for
+	// long, and be another process's by now.
+	begin func(*consumed, outgoing) (call, error)
 
 	mu     sync.Mutex
 	queue  []*parcel
@@ -54,18 +57,19 @@ type combiner struct {
 
 // parcel is a message on its way; done gets what became of it.
 type parcel struct {
-	Outgoing
+	*consumed
+	outgoing
 
 	done chan error
 }
 
-func newCombiner(publisher BatchPublisher) *combiner {
-	return &combiner{publisher: publisher, queued: make(chan struct{}, callers)}
+func newCombiner(publisher BatchPublisher, begin func(*consumed, outgoing) (call, error)) *combiner {
+	return &combiner{publisher: publisher, begin: begin, queued: make(chan struct{}, callers)}
 }
 
 // publish publishes a message together with others.
-func (c *combiner) publish(topic string, msg *message.Message) error {
-	p := &parcel{Outgoing: Outgoing{Topic: topic, Message: msg}, done: make(chan error, 1)}
+func (c *combiner) publish(of *consumed, out outgoing) error {
+	p := &parcel{consumed: of, outgoing: out, done: make(chan error, 1)}
 	c.mu.Lock()
 	c.queue = append(c.queue, p)
 	c.mu.Unlock()
@@ -105,7 +109,7 @@ func (c *combiner) take() []*parcel {
 	defer c.mu.Unlock()
 	n, bytes := 0, 0
 	for ; n < len(c.queue) && n < maxBatch; n++ {
-		bytes += len(c.queue[n].Message.Payload)
+		bytes += len(c.queue[n].msg.Payload)
 		if n > 0 && bytes > maxBatchBytes {
 			break
 		}
@@ -117,26 +121,31 @@ func (c *combiner) take() []*parcel {
 
 // send calls the publisher and tells each line what became of its message.
 func (c *combiner) send(batch []*parcel) {
-	all := make([]Outgoing, len(batch))
-	for i, p := range batch {
-		all[i] = p.Outgoing
+	parcels, calls, all := batch[:0], make([]call, 0, len(batch)), make([]Outgoing, 0, len(batch))
+	for _, p := range batch {
+		call, err := c.begin(p.consumed, p.outgoing)
+		if err != nil {
+			p.done <- err
+			continue
+		}
+		parcels, calls, all = append(parcels, p), append(calls, call), append(all, Outgoing{Topic: p.outgoing.topic, Message: call.msg})
+	}
+	if len(all) == 0 {
+		return
 	}
 	var results []error
 	err := recovered(func() error {
 		results = c.publisher.PublishBatch(all)
 		return nil
 	})
-	if err == nil && results != nil && len(results) != len(batch) {
-		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(batch))
+	if err == nil && results != nil && len(results) != len(all) {
+		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(all))
 	}
-	for i, p := range batch {
-		switch {
-		case err != nil:
-			p.done <- err
-		case results != nil:
-			p.done <- results[i]
-		default:
-			p.done <- nil
+	for i, p := range parcels {
+		result := err
+		if err == nil && results != nil {
+			result = results[i]
 		}
+		p.done <- calls[i].end(result)
 	}
 }

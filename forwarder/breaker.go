@@ -2,6 +2,7 @@ package forwarder
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -32,62 +33,67 @@ type breaker struct {
 	// failures counts those in a row; pauses the tries that failed since it opened.
 	failures, pauses int
 	state            BreakerState
-	since            time.Time
-	err              error
-	// accepted is when the destination last took a message.
-	accepted time.Time
+	// since is when it closed, or ceased to be.
+	since time.Time
+	err   error
+	// accepted counts the messages that the destination took.
+	accepted uint64
 	waiting  []*waiter
+	// turn numbers the tries, and the times it opened, so that what comes too late
+	// changes nothing: the end of an earlier try, the timer of an earlier pause.
+	turn try
 	// free says that it is half-open and nobody was there to try.
 	free  bool
 	timer *time.Timer
 }
 
+// try is the right to find out whether the destination is up, 0 if there is none:
+// the breaker is closed. Of the others one at a time stands, until accept, fail or
+// giveUp.
+type try uint64
+
 // waiter is somebody who waits for the breaker.
 type waiter struct {
-	// may gets true for a try, false when the breaker has closed.
-	may chan bool
+	// may gets a try, 0 when the breaker has closed.
+	may chan try
 }
 
 func newBreaker(limit int, policy backoff.Policy) *breaker {
 	return &breaker{limit: limit, backoff: policy, state: BreakerClosed, since: time.Now()}
 }
 
-// enter waits until a message may be published. try says that it is the one to
-// find out whether the destination is up: done, accept or fail must follow.
-func (b *breaker) enter(ctx context.Context) (try bool, err error) {
+// enter waits until a message may be published.
+func (b *breaker) enter(ctx context.Context) (try, error) {
 	b.mu.Lock()
 	switch {
 	case ctx.Err() != nil:
 		b.mu.Unlock()
-		return false, context.Cause(ctx)
+		return 0, context.Cause(ctx)
 	case b.state == BreakerClosed:
 		b.mu.Unlock()
-		return false, nil
+		return 0, nil
 	case b.free:
 		b.free = false
+		turn := b.turn
 		b.mu.Unlock()
-		return true, nil
+		return turn, nil
 	}
-	w := &waiter{may: make(chan bool, 1)}
+	w := &waiter{may: make(chan try, 1)}
 	b.waiting = append(b.waiting, w)
 	b.mu.Unlock()
 	select {
-	case try = <-w.may:
-		return try, nil
+	case turn := <-w.may:
+		return turn, nil
 	case <-ctx.Done():
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for i, other := range b.waiting {
-		if other == w {
-			b.waiting = append(b.waiting[:i], b.waiting[i+1:]...)
-			return false, context.Cause(ctx)
-		}
+	if i := slices.Index(b.waiting, w); i >= 0 {
+		b.waiting = slices.Delete(b.waiting, i, i+1)
+	} else {
+		b.pass(<-w.may) // it came at the same time
 	}
-	if <-w.may { // it came at the same time
-		b.next()
-	}
-	return false, context.Cause(ctx)
+	return 0, context.Cause(ctx)
 }
 
 // closed reports whether nobody has to wait.
@@ -99,33 +105,41 @@ func (b *breaker) closed() bool {
 
 // next lets somebody try. Called with mu held.
 func (b *breaker) next() {
-	b.set(BreakerHalfOpen)
+	b.state = BreakerHalfOpen
+	b.turn++
 	if len(b.waiting) == 0 {
 		b.free = true
 		return
 	}
 	w := b.waiting[0]
-	b.waiting = b.waiting[1:]
-	w.may <- true
+	b.waiting = slices.Delete(b.waiting, 0, 1)
+	w.may <- b.turn
+}
+
+// standing reports whether the outcome of a try matters. Called with mu held.
+func (b *breaker) standing(turn try) bool {
+	return b.state == BreakerHalfOpen && turn == b.turn && !b.free
+}
+
+// pass lets somebody else try. Called with mu held.
+func (b *breaker) pass(turn try) {
+	if b.standing(turn) {
+		b.next()
+	}
 }
 
 // giveUp ends a try that said nothing of the destination.
-func (b *breaker) giveUp(try bool) {
-	if !try {
-		return
-	}
+func (b *breaker) giveUp(turn try) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.state == BreakerHalfOpen {
-		b.next()
-	}
+	b.pass(turn)
 }
 
 // accept notes that the destination took a message: it is up.
 func (b *breaker) accept() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.accepted = time.Now()
+	b.accepted++
 	b.failures, b.err = 0, nil
 	if b.state == BreakerClosed {
 		return
@@ -133,50 +147,47 @@ func (b *breaker) accept() {
 	if b.timer != nil {
 		b.timer.Stop()
 	}
-	b.set(BreakerClosed)
+	b.state, b.since = BreakerClosed, time.Now()
 	b.pauses, b.free = 0, false
 	for _, w := range b.waiting {
-		w.may <- false
+		w.may <- 0
 	}
 	b.waiting = nil
 }
 
 // fail notes a failure that may be the destination's, and opens the breaker when
-// there are too many in a row.
-func (b *breaker) fail(err error, try bool) {
+// there are too many in a row, or it was the try that failed.
+func (b *breaker) fail(err error, turn try) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.failures++
 	b.err = err
 	switch {
 	case b.state == BreakerClosed && b.failures >= b.limit:
-	case b.state == BreakerHalfOpen && try:
+		b.since = time.Now()
+	case b.standing(turn):
 	default:
 		return // of one that began before it opened
 	}
 	b.pauses++
-	b.set(BreakerOpen)
+	b.turn++
+	b.state = BreakerOpen
+	opened := b.turn
 	b.timer = time.AfterFunc(b.backoff.Delay(b.pauses), func() {
 		b.mu.Lock()
 		defer b.mu.Unlock()
-		if b.state == BreakerOpen {
+		if b.state == BreakerOpen && b.turn == opened {
 			b.next()
 		}
 	})
 }
 
-// upSince reports whether the destination took a message after the time.
-func (b *breaker) upSince(t time.Time) bool {
+// acceptances returns how many messages the destination took so far: if that is
+// more than it was, it was up in between.
+func (b *breaker) acceptances() uint64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.accepted.After(t)
-}
-
-// set is called with mu held.
-func (b *breaker) set(state BreakerState) {
-	if b.state != state {
-		b.state, b.since = state, time.Now()
-	}
+	return b.accepted
 }
 
 // stop ends the timer.

@@ -3,7 +3,6 @@ package forwarder
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -138,34 +137,36 @@ func (d Destination) withDefaults() Destination {
 }
 
 func (d *Destination) validate() error {
-	var err error
-	if d.template, err = parseTemplate(d.Topic); err != nil {
-		return fmt.Errorf("forwarder: destination %q: %w", d.Name, err)
+	wrong := func(field, format string, args ...any) error {
+		return &ConfigError{Destination: d.Name, Field: field, Problem: fmt.Sprintf(format, args...)}
 	}
-	problem := ""
 	switch {
 	case d.Publisher == nil:
-		problem = "needs a Publisher"
+		return wrong("Publisher", "is missing")
 	case d.DeduplicateBy != ByStoredID && d.DeduplicateBy != ByUUID:
-		problem = fmt.Sprintf("DeduplicateBy must be %q or %q, is %q", ByStoredID, ByUUID, d.DeduplicateBy)
+		return wrong("DeduplicateBy", "must be %q or %q, is %q", ByStoredID, ByUUID, d.DeduplicateBy)
 	case d.MaxInFlight < 1 || d.MaxInFlight > maxInFlight:
-		problem = fmt.Sprintf("MaxInFlight must be between 1 and %d, is %d", maxInFlight, d.MaxInFlight)
+		return wrong("MaxInFlight", "must be between 1 and %d, is %d", maxInFlight, d.MaxInFlight)
 	case d.PublishTimeout < 0:
-		problem = fmt.Sprintf("PublishTimeout must not be negative, is %s", d.PublishTimeout)
+		return wrong("PublishTimeout", "must not be negative, is %s", d.PublishTimeout)
 	case d.Failures < 0:
-		problem = fmt.Sprintf("Failures must not be negative, is %d", d.Failures)
+		return wrong("Failures", "must not be negative, is %d", d.Failures)
 	case d.MinBackoff < 0:
-		problem = fmt.Sprintf("MinBackoff must not be negative, is %s", d.MinBackoff)
+		return wrong("MinBackoff", "must not be negative, is %s", d.MinBackoff)
 	case d.MaxBackoff < d.MinBackoff:
-		problem = fmt.Sprintf("MaxBackoff (%s) must not be below MinBackoff (%s)", d.MaxBackoff, d.MinBackoff)
+		return wrong("MaxBackoff", "(%s) must not be below MinBackoff (%s)", d.MaxBackoff, d.MinBackoff)
 	}
-	for _, topic := range []string{d.EnvelopeTopic, d.PoisonTopic} {
-		if topic != "" && problem == "" && checkTopic(topic) != nil {
-			problem = checkTopic(topic).Error()
+	var err error
+	if d.template, err = parseTemplate(d.Topic); err != nil {
+		return &ConfigError{Destination: d.Name, Field: "Topic", Problem: err.Error(), Err: err}
+	}
+	for field, topic := range map[string]string{"EnvelopeTopic": d.EnvelopeTopic, "PoisonTopic": d.PoisonTopic} {
+		if topic == "" {
+			continue
 		}
-	}
-	if problem != "" {
-		return errors.New("forwarder: destination " + fmt.Sprintf("%q", d.Name) + ": " + problem)
+		if err := checkTopic(topic); err != nil {
+			return &ConfigError{Destination: d.Name, Field: field, Problem: err.Error(), Err: err}
+		}
 	}
 	return nil
 }

@@ -22,6 +22,28 @@ var (
 	ErrInvalidTopic = errors.New("forwarder: invalid topic")
 )
 
+// ConfigError says what is wrong with a Config. New returns it; nothing has run
+// then.
+type ConfigError struct {
+	// Destination is the one concerned, "" if it is none.
+	Destination string
+	// Field is that of Config, or of Destination if there is one.
+	Field string
+	// Problem says what is wrong with it, and what would be right.
+	Problem string
+	// Err is the cause, nil if there is none.
+	Err error
+}
+
+func (e *ConfigError) Error() string {
+	if e.Destination == "" {
+		return fmt.Sprintf("forwarder: Config.%s: %s", e.Field, e.Problem)
+	}
+	return fmt.Sprintf("forwarder: Destination.%s of %q: %s", e.Field, e.Destination, e.Problem)
+}
+
+func (e *ConfigError) Unwrap() error { return e.Err }
+
 // A RouteError says that a message cannot be sent to where it should be: the
 // route, or the template of a topic, makes no sense for it. No destination gets
 // the message, and it becomes a dead letter. It unwraps to the reason.

@@ -22,6 +22,13 @@ const (
 	// DefaultCloseTimeout is how long Close waits for publishers.
 	DefaultCloseTimeout = 5 * time.Second
 
+	// endTimeout bounds, beside CloseTimeout, what the end waits for: that sources
+	// store where they are and close.
+	endTimeout = 10 * time.Second
+	// returnTimeout is how long a publisher may take to notice that the contexts of
+	// its messages have ended.
+	returnTimeout = time.Second
+
 	// maxInFlight bounds the lines and the messages of a line that are in flight.
 	maxInFlight = 10_000
 )
@@ -84,17 +91,20 @@ func (c Config) withDefaults() Config {
 }
 
 func (c Config) validate() error {
+	wrong := func(field, format string, args ...any) error {
+		return &ConfigError{Field: field, Problem: fmt.Sprintf(format, args...)}
+	}
 	switch {
 	case c.Source == nil:
-		return errors.New("forwarder: Config.Source is missing: use FromOutbox, FromSubscriber or FromSubscribers")
+		return wrong("Source", "is missing: use FromOutbox, FromSubscriber or FromSubscribers")
 	case len(c.Destinations) == 0:
-		return errors.New("forwarder: Config.Destinations is empty")
+		return wrong("Destinations", "is empty")
 	case c.BatchSize < 1 || c.BatchSize > maxInFlight:
-		return fmt.Errorf("forwarder: Config.BatchSize must be between 1 and %d, is %d", maxInFlight, c.BatchSize)
+		return wrong("BatchSize", "must be between 1 and %d, is %d", maxInFlight, c.BatchSize)
 	case c.CloseTimeout < 0:
-		return fmt.Errorf("forwarder: Config.CloseTimeout must not be negative, is %s", c.CloseTimeout)
+		return wrong("CloseTimeout", "must not be negative, is %s", c.CloseTimeout)
 	case slices.ContainsFunc(c.Middlewares, func(m message.HandlerMiddleware) bool { return m == nil }):
-		return errors.New("forwarder: Config.Middlewares has a nil one")
+		return wrong("Middlewares", "has a nil one")
 	}
 	names := map[string]bool{}
 	for i := range c.Destinations {
@@ -103,11 +113,11 @@ func (c Config) validate() error {
 			return err
 		}
 		if names[d.Name] {
-			return fmt.Errorf("forwarder: two destinations are called %q: give each its own Name", d.Name)
+			return &ConfigError{Destination: d.Name, Field: "Name", Problem: "two destinations have it: give each its own"}
 		}
 		names[d.Name] = true
 	}
-	return c.Source.validate(len(c.Destinations))
+	return c.Source.validate(c)
 }
 
 // Forwarder publishes the messages of a source to destinations. See the package
@@ -149,22 +159,23 @@ func New(config Config, logger watermill.LoggerAdapter) (*Forwarder, error) {
 		p := &pump{
 			settings: settings{Config: config, destination: d}, destinations: destinations, handle: chain(config.Middlewares),
 			breaker: newBreaker(d.Failures, d.backoff()), logger: logger.With(watermill.LogFields{"destination": d.Name}),
-			failed: map[string]time.Time{},
-		}
-		if batches, ok := d.Publisher.(BatchPublisher); ok {
-			p.combiner = newCombiner(batches)
+			failing: map[string]*failure{},
 		}
 		p.working, p.halt = context.WithCancel(context.Background())
+		if batches, ok := d.Publisher.(BatchPublisher); ok {
+			p.combiner = newCombiner(batches, p.begin)
+		}
 		f.pumps = append(f.pumps, p)
 	}
 	return f, nil
 }
 
-// Run forwards until the context ends, Close is called, or the source closes its
-// channels, and returns when the end is through: messages that are being published
-// are waited for, for Config.CloseTimeout. It returns an error if the source cannot
-// be subscribed to, ErrRunning and ErrClosed. A publisher that never returns keeps
-// its goroutine, but not Run. Messages carry the context's values.
+// Run forwards until the context ends, Close is called, or the source has closed
+// all its channels, and returns when the end is through: messages that are being
+// published are waited for, for Config.CloseTimeout. It returns nil then, an error
+// if the source cannot be subscribed to, ErrRunning and ErrClosed. A publisher that
+// never returns keeps its goroutine, but not Run. Messages carry the context's
+// values.
 func (f *Forwarder) Run(ctx context.Context) error {
 	f.mu.Lock()
 	switch {
@@ -179,34 +190,41 @@ func (f *Forwarder) Run(ctx context.Context) error {
 	f.mu.Unlock()
 	defer close(f.ended)
 	defer f.close()
+	defer context.AfterFunc(ctx, f.close)()
 
 	// The subscriptions end first: what is nacked after that does not count.
 	subscribing, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
-	unhook := context.AfterFunc(ctx, cancel)
-	defer unhook()
+	unhook := context.AfterFunc(f.closing, cancel)
 	var pumping sync.WaitGroup
 	channels, err := f.subscribe(subscribing)
 	unhook()
-	if err == nil {
+	switch {
+	case err == nil:
 		for i, p := range f.pumps {
 			pumping.Go(func() { p.run(channels[i]) })
 		}
-		done := make(chan struct{})
-		go func() {
-			pumping.Wait()
-			close(done)
-		}()
 		close(f.running)
 		f.logger.Info("Forwarder runs", nil)
 		select {
-		case <-ctx.Done():
 		case <-f.closing.Done():
-		case <-done:
+		case <-ended(&pumping):
 		}
+	case f.closing.Err() != nil:
+		err = nil // which may be why: the end came first
 	}
 	cancel()
 	return errors.Join(err, f.stop(&pumping))
+}
+
+// ended returns a channel that is closed when the group has ended.
+func ended(group *sync.WaitGroup) <-chan struct{} {
+	done := make(chan struct{})
+	go func() {
+		group.Wait()
+		close(done)
+	}()
+	return done
 }
 
 // subscribe begins what the pumps read.
@@ -230,27 +248,40 @@ func (f *Forwarder) stop(pumping *sync.WaitGroup) error {
 		p.halt()
 	}
 	var closing sync.WaitGroup
-	errs := make([]error, len(f.pumps))
-	for i, p := range f.pumps {
+	closed := make(chan error, len(f.pumps))
+	for _, p := range f.pumps {
 		if p.feed != nil {
-			closing.Go(func() { errs[i] = p.feed.close() })
+			closing.Go(func() {
+				if err := recovered(p.feed.close); err != nil {
+					closed <- fmt.Errorf("forwarder: close the source of destination %q: %w", p.destination.Name, err)
+				}
+			})
 		}
 	}
-	closing.Wait()
-	done := make(chan struct{})
-	go func() {
-		pumping.Wait()
-		close(done)
-	}()
-	timer := time.NewTimer(f.config.CloseTimeout)
-	defer timer.Stop()
-	select {
-	case <-done:
+	through := waitFor(&closing, f.config.CloseTimeout+endTimeout)
+	through = waitFor(pumping, returnTimeout) && through
+	if through {
 		f.logger.Info("Forwarder ended", nil)
-	case <-timer.C:
-		f.logger.Info("Forwarder ended, and leaves a publisher that does not return", nil)
+	} else {
+		f.logger.Info("Forwarder ended, and leaves a publisher or a subscriber that does not return", nil)
+	}
+	var errs []error
+	for range len(closed) {
+		errs = append(errs, <-closed)
 	}
 	return errors.Join(errs...)
+}
+
+// waitFor waits for the group, for so long, and reports whether it has ended.
+func waitFor(group *sync.WaitGroup, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ended(group):
+		return true
+	case <-timer.C:
+		return false
+	}
 }
 
 // Running returns a channel that is closed when all destinations are subscribed.

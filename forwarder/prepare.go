@@ -40,13 +40,33 @@ type consumed struct {
 	failures, unproven int
 	// attempts counts those it has spent here, where the source does not.
 	attempts int
+	// settled says that it was acked, failed that the source has it back as one that
+	// failed.
+	settled, failed bool
+	// name is what it is remembered by when it fails, "" until then.
+	name string
 }
 
-// prepare runs the middlewares and the route. Its errors are the message's fault.
+// prepare runs the middlewares and the route. Its errors are the message's fault,
+// and it runs again after one.
 func (p *pump) prepare(c *consumed) error {
 	if c.prepared {
 		return nil
 	}
+	var out []outgoing
+	err := recovered(func() (err error) {
+		out, err = p.transform(c)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	c.out, c.prepared = out, true
+	return nil
+}
+
+// transform returns what becomes of a message for this destination.
+func (p *pump) transform(c *consumed) ([]outgoing, error) {
 	msg, topic := c.Message, c.topic
 	if len(p.Middlewares) > 0 {
 		msg = c.Message.Copy() // which they may change
@@ -55,49 +75,57 @@ func (p *pump) prepare(c *consumed) error {
 	if p.UnwrapTopic != "" && topic == p.UnwrapTopic {
 		destination, inner, err := unwrap(msg)
 		if err != nil {
-			return outbox.Permanent(err)
+			return nil, outbox.Permanent(err)
 		}
 		topic, msg = destination, inner
 	}
-	var produced []*message.Message
-	if err := recovered(func() (err error) {
-		produced, err = p.handle(msg)
-		return err
-	}); err != nil {
-		return fmt.Errorf("forwarder: middleware: %w", err)
+	produced, err := p.handle(msg)
+	if err != nil {
+		return nil, fmt.Errorf("forwarder: middleware: %w", err)
 	}
 	var out []outgoing
-	n := 0
 	for _, msg := range produced {
 		topics, err := p.route(msg, topic, c.key)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		for _, topic := range topics {
-			next := msg
-			if p.destination.DeduplicationKey != "" {
-				id := c.id()
-				if p.destination.DeduplicateBy == ByUUID {
-					id = msg.UUID
-				}
-				if id = numbered(id, n); id != "" {
-					next = msg.Copy()
-					next.SetContext(msg.Context())
-					next.Metadata.Set(p.destination.DeduplicationKey, id)
-				}
+			next, err := p.address(c, msg, topic, len(out))
+			if err != nil {
+				return nil, err
 			}
-			n++
-			if p.destination.EnvelopeTopic != "" {
-				if next, err = wrap(topic, next); err != nil {
-					return outbox.Permanent(err)
-				}
-				topic = p.destination.EnvelopeTopic
-			}
-			out = append(out, outgoing{topic: topic, msg: next})
+			out = append(out, next)
 		}
 	}
-	c.out, c.prepared = out, true
-	return nil
+	return out, nil
+}
+
+// address makes a message ready for its topic; before it others became of the
+// same one, so many.
+func (p *pump) address(c *consumed, msg *message.Message, topic string, before int) (outgoing, error) {
+	id := ""
+	if p.destination.DeduplicationKey != "" {
+		id = c.id()
+		if p.destination.DeduplicateBy == ByUUID {
+			id = msg.UUID
+		}
+		id = numbered(id, before)
+	}
+	if p.destination.EnvelopeTopic != "" {
+		outer, err := wrap(topic, msg)
+		if err != nil {
+			return outgoing{}, outbox.Permanent(err)
+		}
+		topic, msg = p.destination.EnvelopeTopic, outer
+	}
+	if id != "" {
+		ctx := msg.Context()
+		msg = msg.Copy()
+		msg.SetContext(ctx)
+		// On the envelope, if there is one: that is what the broker sees.
+		msg.Metadata.Set(p.destination.DeduplicationKey, id)
+	}
+	return outgoing{topic: topic, msg: msg}, nil
 }
 
 // route returns the topics of this destination that a message goes to. A route is

@@ -2,11 +2,9 @@ package forwarder
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -31,11 +29,15 @@ type pump struct {
 	halt    context.CancelFunc
 
 	published, inFlight atomic.Int64
+	// over is set when the source has closed its channel.
+	over atomic.Bool
 
 	mu sync.Mutex
-	// failed are the messages that fail, and since when: the time of the last
-	// failure, by id, for those that the source hands out again.
-	failed map[string]time.Time
+	// failing are the messages that fail, by what they are remembered by. Those that
+	// the source has back, to hand them out again, stay.
+	failing map[string]*failure
+	// unnamed counts the messages of which the source knows no id.
+	unnamed int64
 }
 
 // run forwards the batches until the channel is closed.
@@ -57,6 +59,10 @@ func (p *pump) run(batches <-chan []*message.Message) {
 			p.forward(batch)
 		})
 	}
+	p.over.Store(true)
+	if p.working.Err() == nil {
+		p.logger.Info("The source has closed its channel: nothing more comes for this destination", nil)
+	}
 }
 
 // forward publishes the messages of a line, one after the other, until one has to
@@ -66,14 +72,17 @@ func (p *pump) forward(batch []*message.Message) {
 	for i, msg := range batch {
 		line[i] = &consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)}
 	}
-	for len(line) > 0 {
-		if !p.one(line[0], line[1:]) {
-			break
-		}
+	for len(line) > 0 && (line[0].settled || p.one(line[0], line[1:])) {
 		line = line[1:]
 	}
 	for _, c := range line {
-		c.Nack() // counts for nothing: the end has come, or it is behind one that failed
+		if c.settled {
+			continue
+		}
+		if !c.failed {
+			p.forget(c)
+		}
+		p.feed.leave(c) // counts for nothing: the end has come, or it is behind one that failed
 	}
 }
 
@@ -81,19 +90,19 @@ func (p *pump) forward(batch []*message.Message) {
 func (p *pump) ended(c *consumed) bool { return p.working.Err() != nil || c.ctx.Err() != nil }
 
 // enter waits at the breaker, for as long as the message is ours.
-func (p *pump) enter(c *consumed) (try, ok bool) {
+func (p *pump) enter(c *consumed) (turn try, ok bool) {
 	if p.breaker.closed() {
-		return false, !p.ended(c)
+		return 0, !p.ended(c)
 	}
 	ctx, cancel := context.WithCancel(p.working)
 	defer cancel()
 	defer context.AfterFunc(c.ctx, cancel)()
-	try, err := p.breaker.enter(ctx)
+	turn, err := p.breaker.enter(ctx)
 	if err == nil && p.ended(c) {
-		p.breaker.giveUp(try)
-		return false, false
+		p.breaker.giveUp(turn)
+		return 0, false
 	}
-	return try, err == nil
+	return turn, err == nil
 }
 
 // one publishes a message, for as long as it takes, and reports whether it is
@@ -101,86 +110,84 @@ func (p *pump) enter(c *consumed) (try, ok bool) {
 func (p *pump) one(c *consumed, behind []*consumed) bool {
 	for !p.ended(c) {
 		if err := p.prepare(c); err != nil {
+			if p.ended(c) { // which may be why it failed
+				break
+			}
 			fault := FaultMessage
 			if outbox.IsPermanent(err) {
 				fault = FaultPermanent
 			}
+			p.note(c, err)
 			if settled, over := p.blame(c, err, fault); over {
 				return settled
 			}
 			continue
 		}
 		if len(c.out) == 0 {
-			p.forget(c)
-			c.Ack()
-			return true
+			return p.settle(c)
 		}
-		try, ok := p.enter(c)
+		turn, ok := p.enter(c)
 		if !ok {
-			return false
-		}
-		if try && p.suspect(c) && len(behind) > 0 && c.failures%2 == 0 {
-			// The next of its line finds out who is at fault.
-			if p.probe(behind[0]) {
-				p.breaker.accept()
-				return p.giveUp(c, fmt.Errorf("%w (the next message of its line was accepted)", p.lastError()))
-			}
-			c.failures++
-			p.breaker.fail(p.lastError(), try)
-			continue
+			break
 		}
 		err := p.publish(c)
 		if err == nil {
-			p.breaker.accept()
-			p.forget(c)
-			c.Ack()
-			return true
+			return p.settle(c)
 		}
 		if p.ended(c) { // which may be why it failed
-			p.breaker.giveUp(try)
-			return false
+			p.breaker.giveUp(turn)
+			break
 		}
-		c.failures++
-		fault := p.destination.Classify(err)
-		if fault == FaultUnknown {
-			fault = p.decide(c)
-		}
-		switch fault {
+		switch fault := p.faultOf(c, err); fault {
 		case FaultMessage, FaultPermanent:
 			// That it is up is known, or said by who knows it.
-			p.breaker.giveUp(try)
+			p.breaker.giveUp(turn)
 			if settled, over := p.blame(c, err, fault); over {
 				return settled
 			}
-		case FaultDestination, FaultUnknown:
-			if fault == FaultUnknown {
-				c.unproven++
+			continue
+		case FaultUnknown:
+			c.unproven++
+			if turn != 0 && p.suspect(c) && p.accepts(behind) {
+				return p.giveUp(c, fmt.Errorf("%w (the next message of its line was accepted at once)", err))
 			}
-			p.breaker.fail(err, try)
-			p.log(c, err, "The destination fails; the message waits, and spends no attempt")
-			if !try {
-				p.pause(c)
-			}
+		case FaultDestination:
+		}
+		p.breaker.fail(err, turn)
+		p.log(c, err, "The destination fails; the message waits, and spends no attempt")
+		if turn == 0 {
+			p.pause(c)
 		}
 	}
 	return false
 }
 
-// decide says whose fault a failure is of which only the error is known: the
-// message's, if the destination took another one since this one failed before, or
-// says that it is up.
-func (p *pump) decide(c *consumed) Fault {
-	p.mu.Lock()
-	before, again := p.failed[p.nameOf(c)]
-	if len(p.failed) > maxInFlight {
-		clear(p.failed) // some that went elsewhere; the others fail once more
+// settle acks a message that is done, and returns true.
+func (p *pump) settle(c *consumed) bool {
+	p.forget(c)
+	c.settled = true
+	c.Ack()
+	return true
+}
+
+// faultOf says whose fault a failure of the publisher is. One of which only the
+// error is known is the message's, if the destination took another one since this
+// one failed before, or says that it is up.
+func (p *pump) faultOf(c *consumed, err error) Fault {
+	proven := p.note(c, err)
+	fault := FaultUnknown
+	if recovered(func() error {
+		fault = p.destination.Classify(err)
+		return nil
+	}) != nil {
+		fault = FaultUnknown
 	}
-	p.failed[p.nameOf(c)] = time.Now()
-	p.mu.Unlock()
-	if again && p.breaker.upSince(before) {
+	switch {
+	case fault != FaultUnknown:
+		return fault
+	case proven:
 		return FaultMessage
-	}
-	if p.destination.Ping == nil {
+	case p.destination.Ping == nil:
 		return FaultUnknown
 	}
 	ctx, cancel := context.WithTimeout(c.ctx, p.destination.PublishTimeout)
@@ -191,36 +198,28 @@ func (p *pump) decide(c *consumed) Fault {
 	return FaultMessage
 }
 
-// nameOf is what a message is remembered by.
-func (p *pump) nameOf(c *consumed) string {
-	if id := c.id(); id != "" {
-		return id
-	}
-	return fmt.Sprintf("%p", c.Message)
-}
-
-func (p *pump) forget(c *consumed) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.failed) > 0 {
-		delete(p.failed, p.nameOf(c))
-	}
-}
-
 // suspect reports whether a message has failed so often, without anything to show
 // that the destination is up, that it may well be its own fault.
 func (p *pump) suspect(c *consumed) bool { return p.MaxAttempts > 0 && c.unproven >= p.MaxAttempts }
 
-// probe reports whether the destination takes a message. It is acked if so.
-func (p *pump) probe(c *consumed) bool {
-	if p.ended(c) || p.prepare(c) != nil || len(c.out) == 0 {
+// accepts reports whether the destination takes the first of the messages behind
+// one that it did not take just now, or a part of it. It is acked if it is whole.
+func (p *pump) accepts(behind []*consumed) bool {
+	if len(behind) == 0 {
 		return false
 	}
-	if p.publish(c) != nil {
+	c := behind[0]
+	if p.ended(c) || c.settled {
 		return false
 	}
-	c.Ack()
-	return true
+	if p.prepare(c) != nil || len(c.out) == 0 {
+		return false
+	}
+	before := len(c.out)
+	if p.publish(c) == nil {
+		return p.settle(c)
+	}
+	return len(c.out) < before
 }
 
 // blame sees to a message that failed by its own fault. over says that it is out
@@ -228,39 +227,28 @@ func (p *pump) probe(c *consumed) bool {
 func (p *pump) blame(c *consumed, err error, fault Fault) (settled, over bool) {
 	c.attempts++
 	spent := max(c.attempts, c.attempt)
+	p.spend(c, spent)
 	last := fault == FaultPermanent || p.MaxAttempts > 0 && spent >= p.MaxAttempts
-	if last {
-		return p.giveUp(c, err), true
-	}
-	if p.feed.fail(c.Message, err, false) {
+	switch {
+	case last && p.destination.PoisonTopic != "":
+		return p.poison(c, err), true
+	case p.feed.fail(c, err, last):
+		c.failed = !last // what is a dead letter does not come again
 		return false, true
+	case last:
+		// There are no dead letters. What is behind it in its line waits.
+		p.log(c, err, "A message cannot be forwarded, and there is no PoisonTopic to put it aside: it is tried again")
+	default:
+		p.log(c, err, "A message could not be forwarded; it will be tried again")
 	}
-	p.log(c, err, "A message could not be forwarded; it will be tried again")
 	p.pause(c)
 	return false, false
 }
 
 // giveUp puts a message among the dead letters, and reports whether it is settled.
 func (p *pump) giveUp(c *consumed, err error) bool {
-	if p.destination.PoisonTopic != "" {
-		return p.poison(c, err)
-	}
-	p.forget(c)
-	if p.feed.fail(c.Message, err, true) {
-		return false
-	}
-	// There are no dead letters. What is behind it in its line waits.
-	p.logger.Error("A message cannot be forwarded, and there is no PoisonTopic to put it aside: it is tried again", err, p.fields(c))
-	c.attempts = 0
-	for p.pause(c) {
-		if p.prepare(c) == nil && p.publish(c) == nil {
-			p.breaker.accept()
-			c.Ack()
-			return true
-		}
-		c.failures++
-	}
-	return false
+	settled, _ := p.blame(c, err, FaultPermanent)
+	return settled
 }
 
 // pause waits before another try, longer with each failure, and reports whether
@@ -269,15 +257,7 @@ func (p *pump) pause(c *consumed) bool {
 	ctx, cancel := context.WithCancel(p.working)
 	defer cancel()
 	defer context.AfterFunc(c.ctx, cancel)()
-	return backoff.Wait(ctx, p.destination.backoff().Delay(max(c.failures, c.attempts, 1)))
-}
-
-// lastError is why the destination failed last.
-func (p *pump) lastError() error {
-	if _, _, err, _ := p.breaker.status(); err != nil {
-		return err
-	}
-	return errors.New("the destination refused it")
+	return backoff.Wait(ctx, p.destination.backoff().Delay(max(c.failures, 1)))
 }
 
 func (p *pump) fields(c *consumed) watermill.LogFields {

@@ -21,9 +21,15 @@ type DestinationStatus struct {
 	// InFlight is how many lines have messages on the way to it, Waiting how many of
 	// them wait for the breaker.
 	InFlight, Waiting int
-	// Failing is how many messages fail for a reason that is not known to be the
-	// destination's.
-	Failing int
+	// Failing are the messages that failed and are tried again, those that have
+	// failed for longest first, at most MaxFailing of them; FailingCount is how many
+	// there are. Each holds back what is behind it in its line. One that the source
+	// has back stays here until this process gets it again: if it went to another
+	// process, that knows more.
+	Failing      []FailingMessage
+	FailingCount int
+	// Ended says that the source has closed its channel: nothing more comes.
+	Ended bool
 }
 
 // Status returns how the destinations stand. It asks nobody, and may be called at
@@ -31,11 +37,9 @@ type DestinationStatus struct {
 func (f *Forwarder) Status() Status {
 	var status Status
 	for _, p := range f.pumps {
-		d := DestinationStatus{Name: p.destination.Name, Published: p.published.Load(), InFlight: int(p.inFlight.Load())}
+		d := DestinationStatus{Name: p.destination.Name, Published: p.published.Load(), InFlight: int(p.inFlight.Load()), Ended: p.over.Load()}
 		d.Breaker, d.Since, d.Err, d.Waiting = p.breaker.status()
-		p.mu.Lock()
-		d.Failing = len(p.failed)
-		p.mu.Unlock()
+		d.Failing, d.FailingCount = p.failures(MaxFailing)
 		status.Destinations = append(status.Destinations, d)
 	}
 	return status
