@@ -8,17 +8,17 @@ WITH namespace AS (
 ), wanted_table (name, persistence) AS (
     VALUES ('messages', 'p'), ('messages_default', 'p'), ('cursors', 'p'), ('processes', 'p'), ('deferred', 'p'),
            ('dead_letters', 'p'), ('dead_letter_log', 'p'), ('members', 'p'), ('inbox', 'p'), ('meta', 'p'), ('boot', 'u')
-), wanted_index (name, on_table, columns) AS (
-    VALUES ('messages_topic_era_id', 'messages', '(topic, era, id)'),
-           ('messages_topic_xid_id', 'messages', '(topic, xid, id)'),
-           ('messages_id', 'messages', '(((era + 0)), ((id + 0)))'),
-           ('messages_xid', 'messages', '(NULLIF(xid, ''0''::xid8), ((id + 0)))'),
-           ('deferred_due', 'deferred', '(due_at, id)'),
-           ('dead_letters_group', 'dead_letters', '(consumer_group, topic, id)'),
-           ('dead_letters_origin', 'dead_letters', '(consumer_group, origin_era, origin_id)'),
-           ('dead_letter_log_letter', 'dead_letter_log', '(dead_letter_id)'),
-           ('dead_letter_log_at', 'dead_letter_log', '(at)'),
-           ('inbox_handled', 'inbox', '(handled_at)')
+), wanted_index (name, on_table, columns, severity) AS (
+    VALUES ('messages_topic_era_id', 'messages', '(topic, era, id)', 'error'),
+           ('messages_topic_xid_id', 'messages', '(topic, xid, id)', 'error'),
+           ('messages_id', 'messages', '(((era + 0)), ((id + 0)))', 'warning'),
+           ('messages_xid', 'messages', '(NULLIF(xid, ''0''::xid8), ((id + 0)))', 'warning'),
+           ('deferred_due', 'deferred', '(due_at, id)', 'error'),
+           ('dead_letters_group', 'dead_letters', '(consumer_group, topic, id)', 'error'),
+           ('dead_letters_origin', 'dead_letters', '(consumer_group, origin_era, origin_id)', 'error'),
+           ('dead_letter_log_letter', 'dead_letter_log', '(dead_letter_id)', 'error'),
+           ('dead_letter_log_at', 'dead_letter_log', '(at)', 'error'),
+           ('inbox_handled', 'inbox', '(handled_at)', 'error')
 ), wanted_column (on_table, name) AS ( -- that later migrations have added
     VALUES ('cursors', 'ahead'), ('cursors', 'shards'), ('cursors', 'base'), ('cursors', 'until'), ('cursors', 'until_top'),
            ('cursors', 'until_era'), ('cursors', 'reshard'), ('cursors', 'reach'), ('cursors', 'patterns'),
@@ -49,7 +49,7 @@ SELECT 'error', 'partition ' || p.relname, 'unlogged', 'logged',
 FROM partition p WHERE p.relpersistence = 'u' AND p.relname <> 'messages_default'
 
 UNION ALL
-SELECT 'error', 'index ' || w.name, 'missing', 'on ' || w.on_table || ' ' || w.columns,
+SELECT w.severity, 'index ' || w.name, 'missing', 'on ' || w.on_table || ' ' || w.columns,
        format('CREATE INDEX %I ON %I.%I %s', w.name, $1::text, w.on_table, w.columns)
 FROM wanted_index w
 WHERE EXISTS (SELECT FROM relation r WHERE r.relname = w.on_table)

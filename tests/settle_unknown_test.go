@@ -88,7 +88,7 @@ func TestVerdictThatIsSentAgainWhileItIsStored(t *testing.T) {
 			write := cursor.Write{Key: key, Epoch: held[0].Epoch, Life: held[0].Life, State: held[0].State}
 			write.State.Position.Step, write.State.Position.Floor = window.Idle, 1
 			write.State.Holes = []window.Hole{{Era: held[0].Life.Era, ID: 7, CreatedAt: time.Now(), Attempts: 1}}
-			verdict := cursor.Verdict{Era: held[0].Life.Era, ID: 1, Attempts: 1, After: time.Hour}
+			verdict := cursor.Verdict{Topic: "topic", Era: held[0].Life.Era, ID: 1, Attempts: 1, After: time.Hour}
 
 			tx, err := f.pool.Begin(t.Context())
 			require.NoError(t, err)
