@@ -3,9 +3,11 @@ package tests
 import (
 	"bufio"
 	"context"
+	"errors"
 	"os"
 	"os/exec"
 	"strconv"
+	"syscall"
 	"testing"
 	"time"
 
@@ -110,6 +112,30 @@ func (f *fixture) startChild(t *testing.T, topic string, lease time.Duration, en
 // kill ends the process with SIGKILL. What it reported can still be read.
 func (c *child) kill() {
 	require.NoError(c.t, c.command.Process.Kill())
+}
+
+// suspend stops the process with SIGSTOP, and returns when it stands still: a
+// thread of it learns of the signal when it gets a processor, and until then the
+// others go on.
+func (c *child) suspend() {
+	c.t.Helper()
+	require.NoError(c.t, c.command.Process.Signal(syscall.SIGSTOP))
+	for {
+		var status syscall.WaitStatus
+		_, err := syscall.Wait4(c.command.Process.Pid, &status, syscall.WUNTRACED, nil)
+		if errors.Is(err, syscall.EINTR) {
+			continue
+		}
+		require.NoError(c.t, err)
+		require.True(c.t, status.Stopped(), "it ended instead: %v", status)
+		return
+	}
+}
+
+// resume lets a process go on.
+func (c *child) resume() {
+	c.t.Helper()
+	require.NoError(c.t, c.command.Process.Signal(syscall.SIGCONT))
 }
 
 // stop ends the process cleanly.

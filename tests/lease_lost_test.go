@@ -7,7 +7,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -103,12 +102,12 @@ func TestPausedProcessHandsOutNothingWhenItWakes(t *testing.T) {
 	}, waitFor, 5*time.Millisecond)
 	var holder string
 	require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("SELECT holder FROM outbox.cursors")).Scan(&holder))
-	require.NoError(t, c.command.Process.Signal(syscall.SIGSTOP))
+	c.suspend()
 
 	_, messages := f.subscribe(f.consumer(shortLease), outbox.SubscriberConfig{}, "topic")
 	require.Eventually(t, func() bool { return f.number("SELECT epoch::int FROM outbox.cursors") == 2 }, waitFor, 5*time.Millisecond)
 	beat := f.number("SELECT beat::int FROM outbox.processes WHERE holder = $1", holder)
-	require.NoError(t, c.command.Process.Signal(syscall.SIGCONT))
+	c.resume()
 	published := 0
 	for f.number("SELECT beat::int FROM outbox.processes WHERE holder = $1", holder) < beat+3 {
 		published++

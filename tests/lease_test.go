@@ -7,7 +7,6 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -58,13 +57,13 @@ func TestProcessThatWasStoppedForLongerThanItsLease(t *testing.T) {
 		var stopped *child
 		for stopped = range from {
 		}
-		require.NoError(t, stopped.command.Process.Signal(syscall.SIGSTOP))
+		stopped.suspend()
 		publish(10)
 		from = take()
 		require.Zero(t, from[stopped])
 		f.awaitStored(t, "topic")
 
-		require.NoError(t, stopped.command.Process.Signal(syscall.SIGCONT))
+		stopped.resume()
 		// It has renewed its beat, and looked at the topic.
 		f.awaitBeats(t, stopped, 2)
 		publish(10)

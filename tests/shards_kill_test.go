@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -100,11 +99,11 @@ func TestShardsSurviveKillsAndPauses(t *testing.T) {
 			require.Error(t, c.wait())
 			running[i] = start()
 		} else {
-			require.NoError(t, c.command.Process.Signal(syscall.SIGSTOP))
+			c.suspend()
 			f.awaitEven(w.topic, processes-1)
 			took = append(took, time.Since(began))
 			progress(20)
-			require.NoError(t, c.command.Process.Signal(syscall.SIGCONT))
+			c.resume()
 		}
 		f.awaitEven(w.topic, processes)
 		progress(20)
