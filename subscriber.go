@@ -295,8 +295,8 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 // refused with ErrOtherTopics.
 //
 // A batch holds messages of one topic and ordering key, in order (with
-// OrderingStrict, of any); those without a key come alone, as do those that have
-// failed before. MaxInFlight counts batches. Ack each message by itself, as soon
+// OrderingStrict, of any); those without a key come alone. One that has failed
+// before is the first of its batch. MaxInFlight counts batches. Ack each message by itself, as soon
 // as it is done; Nack the first that fails, and it is tried again as always. The
 // contexts of those behind it end then: leave them alone, or Nack them, which
 // counts for nothing, and they come again behind it. What is acked stays acked,

@@ -27,12 +27,13 @@ type failure struct {
 
 	// accepted is how many messages the destination had taken when it failed last.
 	accepted uint64
+	// unproven counts the failures in a row of which only the error is known.
+	unproven int
 }
 
 // note remembers that a message failed, and reports whether that is proven to be
 // its own fault: the destination took another one since it failed before.
 func (p *pump) note(c *consumed, err error) (proven bool) {
-	c.failures++
 	accepted := p.breaker.acceptances()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -50,8 +51,22 @@ func (p *pump) note(c *consumed, err error) (proven bool) {
 	}
 	f.accepted = accepted
 	f.Failures++
+	c.failures = f.Failures
 	f.Err = err
 	return proven
+}
+
+// doubt notes that of the failure that was noted last only the error is known, and
+// reports whether there were so many that it may well be the message's own fault.
+func (p *pump) doubt(c *consumed) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f := p.failing[p.nameOf(c)]
+	if f == nil {
+		return false
+	}
+	f.unproven++
+	return p.MaxAttempts > 0 && f.unproven >= p.MaxAttempts
 }
 
 // spend notes that the failure that was noted last is an attempt.
@@ -65,12 +80,11 @@ func (p *pump) spend(c *consumed, attempts int) {
 
 // forget ends the memory of a message: it is settled, or not ours any more.
 func (p *pump) forget(c *consumed) {
-	if c.failures == 0 && c.attempt <= 1 {
-		return
-	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	delete(p.failing, p.nameOf(c))
+	if len(p.failing) > 0 {
+		delete(p.failing, p.nameOf(c))
+	}
 }
 
 // nameOf returns what a message is remembered by. Called with mu held.

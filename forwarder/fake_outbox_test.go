@@ -11,6 +11,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/delivery"
 )
 
 // row is a stored message.
@@ -98,6 +99,7 @@ type fakeFeed struct {
 	dead     map[int64]error
 	// busy are the lines that are in flight, or wait for a retry.
 	busy                 map[string]bool
+	returned             int
 	inFlight, mostAtOnce int
 	closed               int
 
@@ -176,7 +178,7 @@ func (f *fakeFeed) next() (batch []row, over bool) {
 		}
 		batch = append(batch, r)
 		for _, next := range rows[i+1:] {
-			if r.key == "" || len(batch) == f.batch || f.attempts[r.number] > 0 {
+			if r.key == "" || len(batch) == f.batch {
 				break
 			}
 			if next.line() != r.line() || f.acked[next.number] || f.dead[next.number] != nil {
@@ -217,8 +219,15 @@ func (f *fakeFeed) await(ctx context.Context, rows []row, batch []*message.Messa
 		f.mu.Unlock()
 		f.wake()
 	}()
-	timer := time.NewTimer(time.Hour)
-	timer.Stop()
+	// The grace begins once for all of them.
+	var grace <-chan time.Time
+	begin := func() {
+		if grace == nil {
+			ended := make(chan time.Time)
+			time.AfterFunc(f.grace, func() { close(ended) })
+			grace = ended
+		}
+	}
 	wait := func(i int) (acked bool) {
 		stop, lease := ctx.Done(), f.lease.Done()
 		for {
@@ -230,11 +239,11 @@ func (f *fakeFeed) await(ctx context.Context, rows []row, batch []*message.Messa
 			case <-lease:
 				cancels[i](context.Cause(f.lease))
 				lease = nil
-				timer.Reset(f.grace)
+				begin()
 			case <-stop:
 				stop = nil
-				timer.Reset(f.grace)
-			case <-timer.C:
+				begin()
+			case <-grace:
 				return false
 			}
 		}
@@ -261,8 +270,13 @@ func (f *fakeFeed) await(ctx context.Context, rows []row, batch []*message.Messa
 		}
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.attempts[r.number]++
 		err := f.failed(batch[i])
+		var returned *delivery.ReturnedError
+		if errors.As(err, &returned) {
+			f.returned++
+		} else {
+			f.attempts[r.number]++
+		}
 		if outbox.IsPermanent(err) || f.maxAttempts > 0 && f.attempts[r.number] >= f.maxAttempts {
 			f.dead[r.number] = err
 			return
@@ -299,6 +313,12 @@ func (f *fakeFeed) fail(c *consumed, err error, permanent bool) bool {
 		err = outbox.Permanent(err)
 	}
 	f.reasons.Store(c.Message, err)
+	c.Nack()
+	return true
+}
+
+func (f *fakeFeed) again(c *consumed, err error) bool {
+	f.reasons.Store(c.Message, &delivery.ReturnedError{Err: err})
 	c.Nack()
 	return true
 }

@@ -261,3 +261,11 @@ func (s *fakeOutbox) ackedIDs(destination string) []int64 {
 	slices.Sort(ids)
 	return ids
 }
+
+// sorted returns the numbers in falling order.
+func sorted(numbers []int) []int {
+	numbers = slices.Clone(numbers)
+	slices.Sort(numbers)
+	slices.Reverse(numbers)
+	return numbers
+}

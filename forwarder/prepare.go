@@ -35,14 +35,13 @@ type consumed struct {
 	// it is known.
 	out      []outgoing
 	prepared bool
-	// failures counts those in a row, unproven those of them that were not known to
-	// be its own.
-	failures, unproven int
+	// failures counts those in this process.
+	failures int
 	// attempts counts those it has spent here, where the source does not.
 	attempts int
-	// settled says that it was acked, failed that the source has it back as one that
-	// failed.
-	settled, failed bool
+	// begun says that a part of what it became was published; settled that it was
+	// acked; failed that the source has it back as one that fails.
+	begun, settled, failed bool
 	// name is what it is remembered by when it fails, "" until then.
 	name string
 }

@@ -23,7 +23,7 @@ func (p *pump) publish(c *consumed) error {
 		if err != nil {
 			return fmt.Errorf("forwarder: publish to topic %q of destination %q: %w", out.topic, p.destination.Name, err)
 		}
-		c.out = c.out[1:]
+		c.out, c.begun = c.out[1:], true
 		p.published.Add(1)
 		p.breaker.accept()
 	}

@@ -138,6 +138,7 @@ func (p *pump) one(c *consumed, behind []*consumed) bool {
 			p.breaker.giveUp(turn)
 			break
 		}
+		suspect := false
 		switch fault := p.faultOf(c, err); fault {
 		case FaultMessage, FaultPermanent:
 			// That it is up is known, or said by who knows it.
@@ -147,14 +148,18 @@ func (p *pump) one(c *consumed, behind []*consumed) bool {
 			}
 			continue
 		case FaultUnknown:
-			c.unproven++
-			if turn != 0 && p.suspect(c) && p.accepts(behind) {
+			suspect = p.doubt(c) && turn != 0
+			if suspect && p.accepts(behind) {
 				return p.giveUp(c, fmt.Errorf("%w (the next message of its line was accepted at once)", err))
 			}
 		case FaultDestination:
 		}
 		p.breaker.fail(err, turn)
 		p.log(c, err, "The destination fails; the message waits, and spends no attempt")
+		if suspect && len(behind) == 0 && !c.begun && p.feed.again(c, err) {
+			c.failed = true // perhaps there is something behind it by now
+			return false
+		}
 		if turn == 0 {
 			p.pause(c)
 		}
@@ -197,10 +202,6 @@ func (p *pump) faultOf(c *consumed, err error) Fault {
 	}
 	return FaultMessage
 }
-
-// suspect reports whether a message has failed so often, without anything to show
-// that the destination is up, that it may well be its own fault.
-func (p *pump) suspect(c *consumed) bool { return p.MaxAttempts > 0 && c.unproven >= p.MaxAttempts }
 
 // accepts reports whether the destination takes the first of the messages behind
 // one that it did not take just now, or a part of it. It is acked if it is whole.

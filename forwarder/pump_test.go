@@ -168,6 +168,53 @@ func TestALoneMessageWaits(t *testing.T) {
 	})
 }
 
+// What comes behind a message that waits proves its fault, too: it is handed out
+// again with what there is by now. So is one that has spent attempts, though nothing
+// else is left to show that the destination is up.
+func TestWhatComesLaterProves(t *testing.T) {
+	t.Run("behind a lone message", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			source := storing(rowsOf("k")...)
+			source.live = true
+			b := newBroker(only("k1", errOdd))
+			f := run(t, Config{Source: source, MaxAttempts: 3, Destinations: []Destination{{Publisher: b}}})
+			time.Sleep(time.Hour)
+			require.Zero(t, source.failedAttempts("default", 1))
+			require.InDelta(t, 3600/9, b.tried("k1"), 60, "still once a pause")
+			source.add(row{number: 2, topic: "t", key: "k", uuid: "k2"})
+			time.Sleep(time.Minute)
+			require.Equal(t, []int64{1}, source.deadIDs("default"))
+			require.Equal(t, []string{"k2"}, b.uuids())
+			require.Zero(t, f.Status().Destinations[0].FailingCount)
+			f.end()
+		})
+	})
+	t.Run("behind one that has spent attempts", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			source := storing(rowsOf("k", "k", "")...)
+			source.pause = time.Minute // the other one has long gone then
+			b := newBroker(only("k1", errOdd))
+			b.takes = 200 * time.Millisecond
+			run(t, Config{Source: source, MaxAttempts: 3, Destinations: []Destination{{Publisher: b}}}).wait()
+			require.Equal(t, []int64{1}, source.deadIDs("default"))
+			require.Equal(t, []string{"3", "k2"}, b.uuids())
+		})
+	})
+	t.Run("which recovers", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			source := storing(rowsOf("k")...)
+			b := newBroker(always(errOdd))
+			f := run(t, Config{Source: source, MaxAttempts: 3, Destinations: []Destination{{Publisher: b}}})
+			time.Sleep(time.Hour)
+			b.become(nil)
+			f.wait()
+			require.Equal(t, []string{"k1"}, b.uuids())
+			require.Empty(t, source.deadIDs("default"))
+			require.Zero(t, f.Status().Destinations[0].FailingCount)
+		})
+	})
+}
+
 func TestPingProves(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		source := storing(rowsOf("k")...)

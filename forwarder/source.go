@@ -35,6 +35,9 @@ type feed interface {
 	// to be given up. It reports whether the feed sees to that, and then hands out
 	// the rest of the batch behind it again; otherwise it is the caller's.
 	fail(c *consumed, err error, permanent bool) bool
+	// again gives back a message that fails without spending an attempt, to be handed
+	// out again with what stands behind it by then. It reports whether the feed can.
+	again(c *consumed, err error) bool
 	// leave gives back a message of which nothing became, and which did not fail:
 	// it is behind one that did, its context has ended, or the subscription has.
 	leave(c *consumed)

@@ -8,6 +8,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/delivery"
 )
 
 // outboxSource reads the outbox.
@@ -107,6 +108,12 @@ func (f *outboxFeed) fail(c *consumed, err error, permanent bool) bool {
 		err = outbox.Permanent(err)
 	}
 	outbox.SetError(c.ctx, err)
+	c.Nack()
+	return true
+}
+
+func (f *outboxFeed) again(c *consumed, err error) bool {
+	outbox.SetError(c.ctx, &delivery.ReturnedError{Err: err})
 	c.Nack()
 	return true
 }

@@ -239,6 +239,10 @@ func (f *subscriberFeed) origin(msg *message.Message) origin { return f.handed(m
 // different with each Pub/Sub, and may break the order.
 func (f *subscriberFeed) fail(*consumed, error, bool) bool { return false }
 
+// again cannot be done either. There is nothing behind a message: it is handed out
+// when the one before it is done.
+func (f *subscriberFeed) again(*consumed, error) bool { return false }
+
 func (f *subscriberFeed) leave(c *consumed) { close(f.handed(c.Message).left) }
 
 // close waits until nothing is out, then ends the subscriptions.

@@ -363,8 +363,9 @@ func (r *run) deliver(batch []*item) []outcome {
 	return results
 }
 
-// deliverOne delivers an item that may have a past.
-func (r *run) deliverOne(it *item) outcome {
+// decided sees to an item that is not to be handed out any more, and reports
+// whether it is one. Otherwise metadata are its own.
+func (r *run) decided(it *item) (metadata map[string]string, result outcome, ok bool) {
 	if it.attempts > it.before {
 		switch buried, err := r.Store.Buried(r.lease, it.row); {
 		case err != nil:
@@ -372,16 +373,25 @@ func (r *run) deliverOne(it *item) outcome {
 		case buried:
 			it.entry.Settled()
 			r.Logger.Info("A message that failed was put among the dead letters by somebody", r.fields(it))
-			return settled
+			return nil, settled, true
 		}
 	}
 	metadata, err := it.row.DecodeMetadata()
 	switch {
 	case err != nil:
-		return r.bury(it, nil, fmt.Sprintf("the stored row cannot become a message: %s", err))
+		return nil, r.bury(it, nil, fmt.Sprintf("the stored row cannot become a message: %s", err)), true
 	case r.exhausted(it):
 		// The last one has ended its process, or was not yet stored as the last.
-		return r.bury(it, poisoned(metadata, nil, lastAttempt), lastAttempt)
+		return nil, r.bury(it, poisoned(metadata, nil, lastAttempt), lastAttempt), true
+	}
+	return metadata, 0, false
+}
+
+// deliverOne delivers an item that may have a past.
+func (r *run) deliverOne(it *item) outcome {
+	metadata, result, ok := r.decided(it)
+	if ok {
+		return result
 	}
 	if it.suspect {
 		leave, ok := r.alone()
@@ -574,20 +584,22 @@ func (r *run) judge(h handed, result outcome) outcome {
 	return r.failed(h.item, msg, failure)
 }
 
-// deliverBatch delivers items that have no past, in one batch.
+// deliverBatch delivers items, of which only the first may have a past, in one
+// batch.
 func (r *run) deliverBatch(batch []*item, results []outcome) {
-	metadata := make([]map[string]string, 0, len(batch))
-	for _, it := range batch {
+	first, result, ok := r.decided(batch[0])
+	if ok {
+		r.giveBack(batch[1:])
+		results[0] = result
+		return
+	}
+	metadata := append(make([]map[string]string, 0, len(batch)), first)
+	for _, it := range batch[1:] {
 		decoded, err := it.row.DecodeMetadata()
 		if err != nil {
 			break // its turn comes, alone
 		}
 		metadata = append(metadata, decoded)
-	}
-	if len(metadata) <= 1 {
-		r.giveBack(batch[1:])
-		results[0] = r.deliverOne(batch[0])
-		return
 	}
 	r.giveBack(batch[len(metadata):])
 	r.handOut(batch[:len(metadata)], metadata, results)

@@ -33,6 +33,10 @@ const lastAttempt = "the last attempt ended the process that handled the message
 
 // failed counts a failed delivery and decides what follows.
 func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
+	if isReturned(failure) {
+		r.retry(it, failure, r.Backoff.Delay(1))
+		return again
+	}
 	it.attempts++
 	original, _ := it.row.DecodeMetadata() // has been decoded before
 	text := unknownError
@@ -73,6 +77,20 @@ func (e *PermanentError) Unwrap() error { return e.Err }
 func isPermanent(err error) bool {
 	var permanent *PermanentError
 	return errors.As(err, &permanent)
+}
+
+// ReturnedError is why a message is nacked that did not fail: it is handed out again
+// after the shortest pause, at the head of a batch of what stands in its line by
+// then, and nothing is counted.
+type ReturnedError struct{ Err error }
+
+func (e *ReturnedError) Error() string { return e.Err.Error() }
+
+func (e *ReturnedError) Unwrap() error { return e.Err }
+
+func isReturned(err error) bool {
+	var returned *ReturnedError
+	return errors.As(err, &returned)
 }
 
 // delayedAnew returns the time that a handler has put off its message to, as

@@ -89,10 +89,11 @@ func (q *queue) add(it *item) {
 func (q *queue) again(it *item) { q.ready.push(it) }
 
 // follow adds to a batch what may go out behind its only item, until it has so
-// many: the next of its line that have no past.
+// many: the next of its line that have no past. That it has failed itself keeps
+// them from nothing: it is the one that goes first.
 func (q *queue) follow(batch []*item, limit int) []*item {
 	name, ordered := q.ordering.line(&batch[0].row)
-	if !ordered || batch[0].attempts > batch[0].before {
+	if !ordered {
 		return batch
 	}
 	waiting := q.lines[name]

@@ -1,0 +1,233 @@
+package forwarder
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/stretchr/testify/require"
+)
+
+// batchBroker takes batches; each message is judged by itself.
+type batchBroker struct {
+	*broker
+
+	// perCall is how long a call takes.
+	perCall time.Duration
+
+	mu    sync.Mutex
+	sizes []int
+	bytes int
+	// result replaces the results, unless nil.
+	result func(batch []Outgoing) []error
+}
+
+func (b *batchBroker) Publish(string, ...*message.Message) error {
+	panic("a BatchPublisher is used as one")
+}
+
+func (b *batchBroker) PublishBatch(batch []Outgoing) []error {
+	b.mu.Lock()
+	b.sizes = append(b.sizes, len(batch))
+	size := 0
+	for _, out := range batch {
+		size += len(out.Message.Payload)
+	}
+	b.bytes = max(b.bytes, size)
+	result := b.result
+	b.mu.Unlock()
+	if result != nil {
+		return result(batch)
+	}
+	errs := make([]error, len(batch))
+	failed := false
+	time.Sleep(b.perCall)
+	for i, out := range batch {
+		errs[i] = b.publish(out.Topic, out.Message)
+		failed = failed || errs[i] != nil
+	}
+	if !failed {
+		return nil
+	}
+	return errs
+}
+
+func newBatchBroker(verdict func(string, *message.Message) error) *batchBroker {
+	b := &batchBroker{broker: newBroker(verdict)}
+	b.takes, b.perCall = 0, time.Millisecond
+	return b
+}
+
+// What comes while a call runs leaves together, across lines; lines keep their
+// order, and the one that fails is alone with it.
+func TestBatches(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		keys := make([]string, 400)
+		for i := range keys {
+			keys[i] = fmt.Sprint("k", i%40, "-")
+		}
+		source := storing(rowsOf(keys...)...)
+		bad := source.rows[3].uuid
+		b := newBatchBroker(func(_ string, msg *message.Message) error {
+			if msg.UUID == bad {
+				return errOdd
+			}
+			return nil
+		})
+		run(t, Config{Source: source, MaxAttempts: 2, Destinations: []Destination{{Publisher: b, MaxInFlight: 40}}}).wait()
+		require.Len(t, b.took(), 399)
+		require.Equal(t, []int64{4}, source.deadIDs("default"))
+		largest := 0
+		for _, n := range b.sizes {
+			largest = max(largest, n)
+		}
+		require.Greater(t, largest, 1, "nothing left together")
+		require.LessOrEqual(t, largest, 40, "a batch has one message of a line")
+		last := map[string]int{}
+		for _, p := range b.took() {
+			var k, n int
+			_, err := fmt.Sscanf(p.uuid, "k%d-%d", &k, &n)
+			require.NoError(t, err)
+			require.Greater(t, n, last[fmt.Sprint(k)])
+			last[fmt.Sprint(k)] = n
+			require.Equal(t, 1, b.tried(p.uuid), "those beside the one that failed are not repeated")
+		}
+	})
+}
+
+// A publisher that panics, or does not say what became of each message, has taken
+// none as far as anybody knows.
+func TestBatchResultsThatAreNone(t *testing.T) {
+	for name, result := range map[string]func(batch []Outgoing) []error{
+		"too few": func(batch []Outgoing) []error { return make([]error, len(batch)+1) },
+		"a panic": func([]Outgoing) []error { panic("batch") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				source := storing(rowsOf("k", "l")...)
+				b := newBatchBroker(nil)
+				b.result = result
+				f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b}}})
+				time.Sleep(time.Minute)
+				require.Empty(t, source.ackedIDs("default"))
+				status := f.Status().Destinations[0]
+				require.Equal(t, 2, status.FailingCount)
+				if name == "too few" {
+					require.ErrorIs(t, status.Failing[0].Err, errBatchResult)
+				} else {
+					var panicked *PanicError
+					require.ErrorAs(t, status.Failing[0].Err, &panicked)
+				}
+				b.mu.Lock()
+				b.result = nil
+				b.mu.Unlock()
+				f.wait()
+				require.Len(t, b.took(), 2)
+			})
+		})
+	}
+}
+
+// What waits for its turn while others are published is not begun when the end has
+// come, or its lease is lost, and its deadline is that of its own call.
+func TestWhatWaitsForABatch(t *testing.T) {
+	begin := func(t *testing.T) (source *fakeOutbox, b *batchBroker, f *running) {
+		t.Helper()
+		source = storing(rowsOf("a", "b", "c", "d", "e")...)
+		source.live = true
+		b = newBatchBroker(nil)
+		b.perCall = 20 * time.Second
+		// Two calls run, with one message each, as they came one by one.
+		f = run(t, Config{Source: source, CloseTimeout: 30 * time.Second, Destinations: []Destination{{Publisher: b, PublishTimeout: 25 * time.Second}}})
+		return source, b, f
+	}
+	t.Run("its deadline", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			source, b, f := begin(t)
+			var late []time.Duration
+			b.become(func(_ string, msg *message.Message) error {
+				deadline, _ := msg.Context().Deadline()
+				b.broker.mu.Lock()
+				defer b.broker.mu.Unlock()
+				late = append(late, time.Until(deadline))
+				return msg.Context().Err()
+			})
+			time.Sleep(10 * time.Minute)
+			require.Len(t, source.ackedIDs("default"), 5)
+			for i := range late {
+				require.GreaterOrEqual(t, late[i], time.Duration(0))
+			}
+			f.end()
+		})
+	})
+	t.Run("the end", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			_, b, f := begin(t)
+			time.Sleep(time.Second)
+			b.mu.Lock()
+			calls := len(b.sizes)
+			b.mu.Unlock()
+			f.end()
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			require.Len(t, b.sizes, calls)
+		})
+	})
+	t.Run("the lease", func(t *testing.T) {
+		bubble(t, func(t *testing.T) {
+			source, b, f := begin(t)
+			time.Sleep(time.Second)
+			source.feed("default").lose(errors.New("taken over"))
+			f.wait()
+			b.mu.Lock()
+			n := 0
+			for _, size := range b.sizes {
+				n += size
+			}
+			b.mu.Unlock()
+			require.Equal(t, b.tries(), n)
+			require.Less(t, n, 5)
+		})
+	})
+}
+
+// A call is bounded in number and bytes; one large message goes all the same.
+func TestBatchesAreBounded(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		b := newBatchBroker(nil)
+		c := newCombiner(b, func(_ *consumed, out outgoing) (call, error) {
+			return call{msg: out.msg, ctx: newAttemptContext(t.Context(), time.Hour)}, nil
+		})
+		var publishing sync.WaitGroup
+		publish := func(n, size int) {
+			for range n {
+				msg := message.NewMessage("u", make([]byte, size))
+				publishing.Go(func() {
+					if err := c.publish(&consumed{Message: msg}, outgoing{topic: "t", msg: msg}); err != nil {
+						t.Error(err)
+					}
+				})
+			}
+			synctest.Wait()
+		}
+		publish(2*maxBatch+1, 1)
+		publish(5, maxBatchBytes/2)
+		publish(1, 2*maxBatchBytes)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			c.run(ctx)
+			close(done)
+		}()
+		publishing.Wait()
+		cancel()
+		<-done
+		require.Equal(t, []int{maxBatch, maxBatch, 2, 2, 2, 1}, sorted(b.sizes), "1 and the first of the large ones go together")
+		require.Equal(t, 2*maxBatchBytes, b.bytes)
+	})
+}

@@ -1,0 +1,235 @@
+package forwarder
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/stretchr/testify/require"
+)
+
+// What is being published when the end comes gets CloseTimeout, and is acked if it
+// gets through; nothing new begins, and nothing counts as failed.
+func TestCloseLetsPublishersFinish(t *testing.T) {
+	for name, test := range map[string]struct {
+		takes time.Duration
+		acked []int64
+		ends  time.Duration
+	}{
+		"in time": {3 * time.Second, []int64{1, 2}, 2 * time.Second},
+		// It does not heed its context, and is not waited for.
+		"too late": {time.Minute, []int64{}, 5*time.Second + returnTimeout},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				source := storing(rowsOf("k", "l", "k", "k", "l", "")...)
+				b := newBroker(nil)
+				b.takes = test.takes
+				f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b, MaxInFlight: 2}}})
+				time.Sleep(time.Second)
+				began := time.Now()
+				f.end()
+				require.Equal(t, test.ends, time.Since(began))
+				require.Equal(t, 2, b.tries())
+				require.Equal(t, test.acked, source.ackedIDs("default"))
+				for i := range source.rows {
+					require.Zero(t, source.failedAttempts("default", int64(i+1)))
+				}
+				time.Sleep(time.Hour) // until the publishers have returned
+				require.Equal(t, 2, b.tries())
+				require.Equal(t, test.acked, source.ackedIDs("default"))
+
+				// The next one has the rest.
+				b.takes = 0
+				source.mu.Lock()
+				source.feeds["default"].busy = map[string]bool{}
+				source.mu.Unlock()
+				run(t, Config{Source: source, Destinations: []Destination{{Publisher: b}}}).wait()
+				require.Len(t, source.ackedIDs("default"), 6)
+			})
+		})
+	}
+}
+
+// A publisher that heeds its context is cut off when CloseTimeout is over; its
+// message is left, and has not failed.
+func TestCloseCutsPublishersOff(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		source := storing(rowsOf("k", "k")...)
+		b := newBroker(func(_ string, msg *message.Message) error {
+			<-msg.Context().Done()
+			return fmt.Errorf("publish: %w", msg.Context().Err())
+		})
+		f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b, PublishTimeout: time.Hour}}})
+		time.Sleep(time.Second)
+		began := time.Now()
+		f.stop()
+		f.wait()
+		require.Equal(t, DefaultCloseTimeout, time.Since(began))
+		require.Empty(t, source.ackedIDs("default"))
+		require.Zero(t, source.failedAttempts("default", 1))
+		require.Zero(t, f.Status().Destinations[0].FailingCount)
+	})
+}
+
+// Whatever a Forwarder waits for, Close ends it at once.
+func TestCloseInEveryState(t *testing.T) {
+	hold := func(next message.HandlerFunc) message.HandlerFunc {
+		return func(msg *message.Message) ([]*message.Message, error) {
+			<-msg.Context().Done()
+			return nil, msg.Context().Err()
+		}
+	}
+	states := map[string]func(source *fakeOutbox, c *Config){
+		"nothing to do": func(source *fakeOutbox, _ *Config) { source.rows = nil },
+		"breaker open":  func(_ *fakeOutbox, c *Config) { c.Destinations[0].Publisher = newBroker(always(errDown)) },
+		"pause after a failure": func(_ *fakeOutbox, c *Config) {
+			c.Destinations[0].Publisher, c.Destinations[0].Failures = newBroker(always(errOdd)), 1000
+		},
+		"retry in the source": func(source *fakeOutbox, c *Config) { source.pause = time.Hour; c.Route = routeFails },
+		"poison topic out of order": func(_ *fakeOutbox, c *Config) {
+			c.Destinations[0] = Destination{Publisher: newBroker(always(errDown)), PoisonTopic: "p"}
+			c.Route = routeFails
+		},
+		"middleware": func(_ *fakeOutbox, c *Config) { c.Middlewares = []message.HandlerMiddleware{hold} },
+		"batches": func(_ *fakeOutbox, c *Config) {
+			c.Destinations[0].Publisher = &batchBroker{broker: newBroker(always(errDown))}
+		},
+	}
+	for name, set := range states {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				source := storing(rowsOf("k", "k", "l", "m", "n", "")...)
+				source.live = true
+				config := Config{Source: source, Destinations: []Destination{{Publisher: newBroker(always(errOdd))}}, MaxAttempts: -1}
+				set(source, &config)
+				f := run(t, config)
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				dead := len(source.deadIDs("default"))
+				began := time.Now()
+				f.end()
+				limit := time.Duration(0)
+				if name == "middleware" {
+					limit = DefaultCloseTimeout // it heeds the message's context
+				}
+				require.LessOrEqual(t, time.Since(began), limit+2*time.Millisecond, "but for a call that runs")
+				require.Empty(t, source.ackedIDs("default"))
+				require.Len(t, source.deadIDs("default"), dead)
+				require.NoError(t, f.Close())
+				require.Equal(t, 1, source.feed("default").closed)
+			})
+		})
+	}
+}
+
+func routeFails(*message.Message, string) ([]Target, error) { return nil, errOdd }
+
+func TestCloseBeforeRunAndRunTwice(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		config := Config{Source: storing(), Destinations: []Destination{{Publisher: newBroker(nil)}}}
+		f, err := New(config, nil)
+		require.NoError(t, err)
+		require.NoError(t, f.Close())
+		require.NoError(t, f.Close())
+		require.ErrorIs(t, f.Run(t.Context()), ErrClosed)
+
+		f, err = New(config, nil)
+		require.NoError(t, err)
+		select {
+		case <-f.Running():
+			require.Fail(t, "it does not run yet")
+		default:
+		}
+		require.NoError(t, f.Run(t.Context()))
+		<-f.Running()
+		require.ErrorIs(t, f.Run(t.Context()), ErrRunning)
+		require.NoError(t, f.Close())
+	})
+}
+
+// The end may come while the source is being subscribed to.
+func TestCloseWhileSubscribing(t *testing.T) {
+	for name, end := range map[string]func(f *Forwarder, cancel func()){
+		"by Close":       func(f *Forwarder, _ func()) { _ = f.Close() },
+		"by the context": func(_ *Forwarder, cancel func()) { cancel() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				f, err := New(Config{
+					Source: FromSubscriber(stuckSubscriber{}, "t"), Destinations: []Destination{{Publisher: newBroker(nil)}},
+				}, nil)
+				require.NoError(t, err)
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				ended := make(chan error, 1)
+				go func() { ended <- f.Run(ctx) }()
+				synctest.Wait()
+				end(f, cancel)
+				require.NoError(t, <-ended)
+			})
+		})
+	}
+}
+
+// stuckSubscriber subscribes until the context ends.
+type stuckSubscriber struct{}
+
+func (stuckSubscriber) Subscribe(ctx context.Context, _ string) (<-chan *message.Message, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func (stuckSubscriber) Close() error { return nil }
+
+// What cannot be subscribed to is an error of Run, and leaves nothing open.
+func TestRunReportsTheSource(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		away := errors.New("away")
+		source := storing(rowsOf("k")...)
+		source.refuse = func(destination string) error {
+			if destination == "b" {
+				return away
+			}
+			return nil
+		}
+		b := newBroker(nil)
+		f, err := New(Config{Source: source, Destinations: []Destination{{Name: "a", Publisher: b}, {Name: "b", Publisher: b}}}, nil)
+		require.NoError(t, err)
+		require.ErrorIs(t, f.Run(t.Context()), away)
+		require.Equal(t, 1, source.feed("a").closed)
+		require.Zero(t, b.tries())
+		select {
+		case <-f.Running():
+			require.Fail(t, "it never ran")
+		default:
+		}
+	})
+}
+
+// A message that is another process's is not published any more, whether it waits
+// or is being published; what is behind it neither.
+func TestALostLease(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		source := storing(rowsOf("k", "k", "l", "", "", "")...)
+		source.live = true
+		b := newBroker(always(errDown))
+		f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b, MaxInFlight: 4}}})
+		time.Sleep(time.Minute)
+		taken := errors.New("taken over")
+		source.feed("default").lose(taken)
+		synctest.Wait()
+		tries := b.tries()
+		b.become(nil)
+		time.Sleep(time.Hour)
+		require.Equal(t, tries, b.tries())
+		require.Empty(t, b.took())
+		require.Zero(t, f.Status().Destinations[0].FailingCount, "they are not ours")
+		require.Zero(t, b.ended)
+		f.wait()
+	})
+}
