@@ -114,7 +114,7 @@ func newParallelSubscriber(consumer *outbox.Consumer, logger watermill.LoggerAda
 	}, logger)
 }
 
-func forward(ctx context.Context, consumer *outbox.Consumer, nats, webhook message.Publisher, logger watermill.LoggerAdapter) error {
+func forwardToBoth(ctx context.Context, consumer *outbox.Consumer, nats, webhook message.Publisher, logger watermill.LoggerAdapter) error {
 	f, err := forwarder.New(forwarder.Config{
 		Source: forwarder.FromOutbox(consumer, outbox.SubscriberConfig{}, outbox.AllTopics()),
 		Destinations: []forwarder.Destination{
@@ -180,7 +180,7 @@ func TestREADMEWorks(t *testing.T) {
 	ctx, cancel = context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
 	nats, webhook, done := make(topics, 3), make(topics, 3), make(chan error)
-	go func() { done <- forward(ctx, consumer, nats, webhook, nil) }()
+	go func() { done <- forwardToBoth(ctx, consumer, nats, webhook, nil) }()
 	for range 3 {
 		require.Equal(t, "orders", <-nats)
 		require.Equal(t, "https://audit.example.com/orders", <-webhook)
