@@ -199,9 +199,9 @@ func (b *breaker) stop() {
 	}
 }
 
-// status returns the state, since when, the last error, and how many wait.
-func (b *breaker) status() (state BreakerState, since time.Time, err error, waiting int) {
+// status returns the state, since when, how many wait, and the last error.
+func (b *breaker) status() (state BreakerState, since time.Time, waiting int, last error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.state, b.since, b.err, len(b.waiting)
+	return b.state, b.since, len(b.waiting), b.err
 }

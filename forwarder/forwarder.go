@@ -161,7 +161,7 @@ func New(config Config, logger watermill.LoggerAdapter) (*Forwarder, error) {
 			breaker: newBreaker(d.Failures, d.backoff()), logger: logger.With(watermill.LogFields{"destination": d.Name}),
 			failing: map[string]*failure{},
 		}
-		p.working, p.halt = context.WithCancel(context.Background())
+		p.working, p.halt = context.WithCancel(context.Background()) //nolint:fatcontext // one for each pump
 		if batches, ok := d.Publisher.(BatchPublisher); ok {
 			p.combiner = newCombiner(batches, p.begin)
 		}

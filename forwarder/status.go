@@ -38,7 +38,7 @@ func (f *Forwarder) Status() Status {
 	var status Status
 	for _, p := range f.pumps {
 		d := DestinationStatus{Name: p.destination.Name, Published: p.published.Load(), InFlight: int(p.inFlight.Load()), Ended: p.over.Load()}
-		d.Breaker, d.Since, d.Err, d.Waiting = p.breaker.status()
+		d.Breaker, d.Since, d.Waiting, d.Err = p.breaker.status()
 		d.Failing, d.FailingCount = p.failures(MaxFailing)
 		status.Destinations = append(status.Destinations, d)
 	}

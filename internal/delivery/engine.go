@@ -507,14 +507,14 @@ func (r *run) handOut(batch []*item, metadata []map[string]string, results []out
 	}
 	for i, h := range out {
 		var grace grace
-		results[i] = r.outcome(h.msg, h.cancel, &grace)
-		if results[i] == settled {
+		results[i] = r.outcome(h.msg, h.cancel, &grace) //nolint:gosec // one for each of the batch
+		if results[i] == settled {                      //nolint:gosec // as above
 			h.cancel(context.Canceled)
 			h.entry.Settled()
 			continue
 		}
 		r.withdraw(out[i+1:], results[i+1:], &grace)
-		results[i] = r.judge(h, results[i])
+		results[i] = r.judge(h, results[i]) //nolint:gosec // as above
 		return
 	}
 }
@@ -526,7 +526,7 @@ func (r *run) withdraw(out []handed, results []outcome, grace *grace) {
 		h.cancel(ErrHeldUp)
 		if r.grant(h.msg, h.cancel, grace, withdrawn) == settled {
 			h.entry.Settled()
-			results[i] = settled
+			results[i] = settled //nolint:gosec // one for each of out
 		} else {
 			items = append(items, h.item)
 		}
