@@ -84,7 +84,6 @@ func (s *subscriberSource) open(of settings, _ watermill.LoggerAdapter) (feed, e
 		inFlight: make(chan struct{}, of.destination.MaxInFlight),
 		lines:    map[[2]string]*handed{}, out: map[*message.Message]*handed{},
 	}
-	f.over, f.end = context.WithCancel(context.Background())
 	return f, nil
 }
 
@@ -95,7 +94,7 @@ type subscriberFeed struct {
 	closeTimeout time.Duration
 	// inFlight holds a value for each message that is out, or waits in its line.
 	inFlight chan struct{}
-	// over ends when the subscriptions are to end: later than nothing more is to
+	// over is the context of the subscriptions. It ends later than nothing more is to
 	// be handed out, since many Subscribers end the contexts of their messages then,
 	// and a Nack before counts with some as a failure.
 	over context.Context //nolint:containedctx // the feed's own lifetime
@@ -122,15 +121,13 @@ type handed struct {
 }
 
 func (f *subscriberFeed) subscribe(ctx context.Context) (<-chan []*message.Message, error) {
-	values := context.WithoutCancel(ctx)
-	subscribing, cancel := context.WithCancel(values)
-	context.AfterFunc(f.over, cancel)
-	hurry := context.AfterFunc(ctx, cancel)
+	f.over, f.end = context.WithCancel(context.WithoutCancel(ctx))
+	hurry := context.AfterFunc(ctx, f.end)
 	defer hurry()
 	out := make(chan []*message.Message)
 	var running sync.WaitGroup
 	for _, topic := range f.topics {
-		messages, err := f.subscriber.Subscribe(subscribing, topic)
+		messages, err := f.subscriber.Subscribe(f.over, topic)
 		if err != nil {
 			return nil, fmt.Errorf("forwarder: subscribe to topic %q: %w", topic, err)
 		}
