@@ -1,5 +1,5 @@
-// Package examples_test holds the code that README.md shows, so that it
-// compiles and does what is said there.
+// Package examples_test holds the code that README.md and docs/forwarder.md show, so
+// that it compiles and does what is said there.
 package examples_test
 
 import (
@@ -114,7 +114,7 @@ func newParallelSubscriber(consumer *outbox.Consumer, logger watermill.LoggerAda
 	}, logger)
 }
 
-func forward(ctx context.Context, consumer *outbox.Consumer, nats, webhook message.Publisher, logger watermill.LoggerAdapter) error {
+func forwardToBoth(ctx context.Context, consumer *outbox.Consumer, nats, webhook message.Publisher, logger watermill.LoggerAdapter) error {
 	f, err := forwarder.New(forwarder.Config{
 		Source: forwarder.FromOutbox(consumer, outbox.SubscriberConfig{}, outbox.AllTopics()),
 		Destinations: []forwarder.Destination{
@@ -180,7 +180,7 @@ func TestREADMEWorks(t *testing.T) {
 	ctx, cancel = context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
 	nats, webhook, done := make(topics, 3), make(topics, 3), make(chan error)
-	go func() { done <- forward(ctx, consumer, nats, webhook, nil) }()
+	go func() { done <- forwardToBoth(ctx, consumer, nats, webhook, nil) }()
 	for range 3 {
 		require.Equal(t, "orders", <-nats)
 		require.Equal(t, "https://audit.example.com/orders", <-webhook)
@@ -192,11 +192,17 @@ func TestREADMEWorks(t *testing.T) {
 func TestREADMEShowsThisCode(t *testing.T) {
 	t.Parallel()
 
-	source, err := os.ReadFile("readme_test.go")
+	requireShown(t, "../README.md", "readme_test.go")
+}
+
+// requireShown requires that the blocks of code in a document are parts of a file here.
+func requireShown(t *testing.T, document, file string) {
+	t.Helper()
+	source, err := os.ReadFile(file)
 	require.NoError(t, err)
-	readme, err := os.ReadFile("../README.md")
+	text, err := os.ReadFile(document)
 	require.NoError(t, err)
-	blocks := strings.Split(string(readme), "```go\n")[1:]
+	blocks := strings.Split(string(text), "```go\n")[1:]
 	require.NotEmpty(t, blocks)
 	for _, block := range blocks {
 		code, _, closed := strings.Cut(block, "```")

@@ -9,8 +9,10 @@ require (
 	github.com/jackc/pgx/v5 v5.13.0
 	github.com/lib/pq v1.12.3
 	github.com/millrace/watermill-outbox v0.0.0
+	github.com/millrace/watermill-outbox/forwarder/jetstream v0.0.0
 	github.com/millrace/watermill-outbox/internal/brokertest v0.0.0
 	github.com/millrace/watermill-outbox/internal/pgtest v0.0.0
+	github.com/nats-io/nats.go v1.52.0
 	github.com/stretchr/testify v1.12.1
 	go.uber.org/goleak v1.3.0
 )
@@ -61,7 +63,6 @@ require (
 	github.com/minio/highwayhash v1.0.4 // indirect
 	github.com/nats-io/jwt/v2 v2.8.2 // indirect
 	github.com/nats-io/nats-server/v2 v2.12.15 // indirect
-	github.com/nats-io/nats.go v1.52.0 // indirect
 	github.com/nats-io/nkeys v0.4.16 // indirect
 	github.com/nats-io/nuid v1.0.1 // indirect
 	github.com/oklog/ulid v1.3.1 // indirect
@@ -92,6 +93,7 @@ require (
 
 replace (
 	github.com/millrace/watermill-outbox => ../
+	github.com/millrace/watermill-outbox/forwarder/jetstream => ../forwarder/jetstream
 	github.com/millrace/watermill-outbox/internal/brokertest => ../internal/brokertest
 	github.com/millrace/watermill-outbox/internal/pgtest => ../internal/pgtest
 )

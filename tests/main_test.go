@@ -18,7 +18,7 @@ import (
 // by a test as a process of its own, by the environment variable that says so.
 var children = map[string]func() error{
 	childURL: consumeAsChild, poisonURL: handleAsPoisoned, neighbourURL: handleBesidePoison, orderURL: handleAsReplica,
-	scheduledURL: scheduleAsChild,
+	scheduledURL: scheduleAsChild, forwardURL: forwardAsChild,
 }
 
 func TestMain(m *testing.M) {

@@ -147,6 +147,9 @@ func (b *Broker) Received(ctx context.Context, topic string) ([]*message.Message
 		if err != nil {
 			return err
 		}
+		if info.State.Msgs == 0 {
+			return nil // the sequences of an empty stream mean nothing
+		}
 		for sequence := info.State.FirstSeq; sequence <= info.State.LastSeq; sequence++ {
 			raw, err := js.GetMsg(Stream(topic), sequence, nats.Context(ctx))
 			if errors.Is(err, nats.ErrMsgNotFound) {
