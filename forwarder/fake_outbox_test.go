@@ -65,7 +65,7 @@ func (s *fakeOutbox) feed(destination string) *fakeFeed {
 	}
 	f := s.feeds[destination]
 	if f == nil {
-		f = &fakeFeed{source: s, attempts: map[int64]int{}, acked: map[int64]bool{}, dead: map[int64]error{}, busy: map[string]bool{}}
+		f = &fakeFeed{source: s, attempts: map[int64]int{}, acked: map[int64]bool{}, dead: map[int64]error{}, busy: map[string]bool{}, since: map[string]int{}}
 		s.feeds[destination] = f
 	}
 	return f
@@ -98,7 +98,10 @@ type fakeFeed struct {
 	acked    map[int64]bool
 	dead     map[int64]error
 	// busy are the lines that are in flight, or wait for a retry.
-	busy                 map[string]bool
+	busy map[string]bool
+	// since says when the lines became ready: they take turns.
+	since                map[string]int
+	turns                int
 	returned             int
 	inFlight, mostAtOnce int
 	closed               int
@@ -168,33 +171,43 @@ func (f *fakeFeed) next() (batch []row, over bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	over = !f.source.live
+	first := -1
 	for i, r := range rows {
 		if f.acked[r.number] || f.dead[r.number] != nil {
 			continue
 		}
 		over = false
-		if f.inFlight == f.maxInFlight || f.busy[r.line()] {
+		if f.since[r.line()] == 0 {
+			f.ready(r.line())
+		}
+		if f.inFlight < f.maxInFlight && !f.busy[r.line()] && (first < 0 || f.since[r.line()] < f.since[rows[first].line()]) {
+			first = i
+		}
+	}
+	if first < 0 {
+		return nil, over
+	}
+	line := rows[first].line()
+	for _, r := range rows[first:] {
+		if r.line() != line || f.acked[r.number] || f.dead[r.number] != nil {
 			continue
 		}
-		batch = append(batch, r)
-		for _, next := range rows[i+1:] {
-			if r.key == "" || len(batch) == f.batch {
-				break
-			}
-			if next.line() != r.line() || f.acked[next.number] || f.dead[next.number] != nil {
-				continue
-			}
-			if f.attempts[next.number] > 0 {
-				break
-			}
-			batch = append(batch, next)
+		if len(batch) == f.batch || len(batch) > 0 && f.attempts[r.number] > 0 {
+			break
 		}
-		f.busy[r.line()] = true
-		f.inFlight++
-		f.mostAtOnce = max(f.mostAtOnce, f.inFlight)
-		return batch, false
+		batch = append(batch, r)
 	}
-	return nil, over
+	f.busy[line] = true
+	f.inFlight++
+	f.mostAtOnce = max(f.mostAtOnce, f.inFlight)
+	return batch, false
+}
+
+// ready puts a line behind those that are. Called with mu held.
+func (f *fakeFeed) ready(line string) {
+	delete(f.busy, line)
+	f.turns++
+	f.since[line] = f.turns
 }
 
 func (r row) line() string {
@@ -214,7 +227,7 @@ func (f *fakeFeed) await(ctx context.Context, rows []row, batch []*message.Messa
 		f.mu.Lock()
 		f.inFlight--
 		if !blocked {
-			delete(f.busy, rows[0].line())
+			f.ready(rows[0].line())
 		}
 		f.mu.Unlock()
 		f.wake()
@@ -284,7 +297,7 @@ func (f *fakeFeed) await(ctx context.Context, rows []row, batch []*message.Messa
 		blocked = true
 		time.AfterFunc(f.source.pause, func() {
 			f.mu.Lock()
-			delete(f.busy, r.line())
+			f.ready(r.line())
 			f.mu.Unlock()
 			f.wake()
 		})

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -12,6 +13,10 @@ import (
 	outbox "github.com/millrace/watermill-outbox"
 	"github.com/millrace/watermill-outbox/internal/backoff"
 )
+
+// proofTime is how long a failure may take for what is accepted right after it to
+// show that the destination was up. What took longer may have begun before it was.
+const proofTime = time.Second
 
 // pump forwards to one destination.
 type pump struct {
@@ -130,10 +135,12 @@ func (p *pump) one(c *consumed, behind []*consumed) bool {
 		if !ok {
 			break
 		}
+		began := time.Now()
 		err := p.publish(c)
 		if err == nil {
 			return p.settle(c)
 		}
+		took := time.Since(began)
 		if p.ended(c) { // which may be why it failed
 			p.breaker.giveUp(turn)
 			break
@@ -149,15 +156,17 @@ func (p *pump) one(c *consumed, behind []*consumed) bool {
 			continue
 		case FaultUnknown:
 			suspect = p.doubt(c) && turn != 0
-			if suspect && p.accepts(behind) {
+			if suspect && took < proofTime && p.accepts(behind) {
 				return p.giveUp(c, fmt.Errorf("%w (the next message of its line was accepted at once)", err))
 			}
 		case FaultDestination:
 		}
 		p.breaker.fail(err, turn)
 		p.log(c, err, "The destination fails; the message waits, and spends no attempt")
-		if suspect && len(behind) == 0 && !c.begun && p.feed.again(c, err) {
-			c.failed = true // perhaps there is something behind it by now
+		if suspect && !c.begun && p.feed.again(c, err) {
+			// Others get its place, who may show that the destination is up; or there is
+			// something behind it by now.
+			c.failed = true
 			return false
 		}
 		if turn == 0 {
