@@ -64,12 +64,24 @@
 // fails: the first line that is healthy closes the breaker, and proves the fault of
 // the others.
 //
-// One case remains: a single line is all there is, and its first message fails with
-// an unknown error. Nothing else can show that the destination is up, but what waits
-// behind it. So when it has failed MaxAttempts times, every other try is made with
-// the message behind it. If that is accepted, the first was to blame, and becomes a
-// dead letter, as it would have before; if not, nothing is known still. And if
-// nothing waits behind it, nobody is harmed by its waiting; Status shows it.
+// One case remains: messages with unknown errors are all there is, and nothing else
+// can show that the destination is up. One that has failed MaxAttempts times without
+// proof is a suspect, and
+//
+//   - when it has failed again, as the one that tries, the message behind it in its
+//     line is tried at once. If that is accepted, the first was to blame, and becomes a
+//     dead letter: its line has gone on without it. If not, nothing is known still.
+//     Only a failure that took less than a second is tested so: a longer one may have
+//     begun when the destination was still down;
+//   - it makes room: the source has it back, uncounted, and hands it out again with
+//     what stands behind it by then. Others get its place, who may be the proof.
+//
+// So a message that would have passed the next time is a dead letter only if it
+// failed by itself right when an outage ended, or if the outage ended between its
+// failure and the message behind it, within that second. And a message with nothing
+// behind it, nor beside it, waits: nobody is harmed by that, and Status shows it. So do
+// two such in a row of a line that is all there is; there Destination.Ping or
+// Destination.Classify help, which are better witnesses in any case.
 //
 // # The end
 //

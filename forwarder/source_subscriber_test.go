@@ -103,35 +103,44 @@ func isNacked(msg *message.Message) bool {
 	}
 }
 
-// From Watermill's own Pub/Sub in memory, through a Publisher and back.
+// From Watermill's own Pub/Sub in memory, in real time: it waits with a mutex held,
+// which stops the virtual one.
 func TestFromGoChannel(t *testing.T) {
-	bubble(t, func(t *testing.T) {
-		pubSub := gochannel.NewGoChannel(gochannel.Config{Persistent: true}, watermill.NopLogger{})
-		require.NoError(t, pubSub.Publish("t", messagesOf("k", "l", "k")...))
-		require.NoError(t, pubSub.Publish("other", messagesOf("m")...))
-		b := newBroker(nil)
-		failures := 3
-		b.become(func(string, *message.Message) error {
-			if failures--; failures >= 0 {
-				return errDown
-			}
-			return nil
-		})
-		f := run(t, Config{
-			Source:       FromSubscriber(pubSub, "t", "other"),
-			Destinations: []Destination{{Publisher: b, Topic: "to.{topic}", MaxInFlight: 1, DeduplicationKey: NATSMessageID, DeduplicateBy: ByUUID}},
-		})
-		time.Sleep(time.Minute)
-		got := map[string][]string{}
-		for _, p := range b.took() {
-			got[p.topic] = append(got[p.topic], p.uuid)
-			require.Equal(t, p.uuid, p.metadata[NATSMessageID])
+	t.Parallel()
+
+	pubSub := gochannel.NewGoChannel(gochannel.Config{Persistent: true}, watermill.NopLogger{})
+	require.NoError(t, pubSub.Publish("t", messagesOf("k", "l", "k")...))
+	require.NoError(t, pubSub.Publish("other", messagesOf("m")...))
+	b := newBroker(nil)
+	var mu sync.Mutex
+	failures, taken := 3, make(chan struct{}, 4)
+	b.become(func(string, *message.Message) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if failures--; failures >= 0 {
+			return errDown
 		}
-		slices.Sort(got["to.t"])
-		require.Equal(t, map[string][]string{"to.t": {"k1", "k3", "l2"}, "to.other": {"m1"}}, got)
-		f.end()
-		require.Error(t, pubSub.Publish("t", messagesOf("x")...), "the forwarder closes its Subscriber")
+		taken <- struct{}{}
+		return nil
 	})
+	f := run(t, Config{
+		Source: FromSubscriber(pubSub, "t", "other"),
+		Destinations: []Destination{{
+			Publisher: b, Topic: "to.{topic}", MaxInFlight: 1, DeduplicationKey: NATSMessageID, DeduplicateBy: ByUUID, MinBackoff: time.Millisecond,
+		}},
+	})
+	for range cap(taken) {
+		<-taken
+	}
+	f.end()
+	got := map[string][]string{}
+	for _, p := range b.took() {
+		got[p.topic] = append(got[p.topic], p.uuid)
+		require.Equal(t, p.uuid, p.metadata[NATSMessageID])
+	}
+	slices.Sort(got["to.t"])
+	require.Equal(t, map[string][]string{"to.t": {"k1", "k3", "l2"}, "to.other": {"m1"}}, got)
+	require.Error(t, pubSub.Publish("t", messagesOf("x")...), "the forwarder closes its Subscriber")
 }
 
 // Lines keep their order though the Subscriber does not wait; what is out is bounded.
