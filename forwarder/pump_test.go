@@ -326,7 +326,8 @@ func TestDestinationsAreIndependent(t *testing.T) {
 		good, dead, slow := newBroker(nil), newBroker(always(errDown)), newBroker(nil)
 		slow.takes = time.Hour
 		f := run(t, Config{Source: source, Destinations: []Destination{
-			{Name: "good", Publisher: good}, {Name: "dead", Publisher: dead},
+			{Name: "good", Publisher: good},
+			{Name: "dead", Publisher: dead},
 			{Name: "slow", Publisher: slow, PublishTimeout: 2 * time.Hour},
 		}})
 		time.Sleep(time.Minute)
