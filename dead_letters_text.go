@@ -136,7 +136,7 @@ WITH msg AS MATERIALIZED (
     SELECT m.* FROM outbox.messages m
     WHERE m.topic = $2::text AND m.era = $3::bigint AND m.id = $4::bigint
         AND (m.target_group IS NULL OR m.target_group = $1::text)
-        AND EXISTS (SELECT FROM outbox.cursors c WHERE c.consumer_group = $1::text AND c.topic = $2::text)
+        AND EXISTS (SELECT FROM outbox.cursors c WHERE c.consumer_group = $1::text AND (c.topic = $2::text OR $2::text LIKE ANY (c.patterns)))
 ), who AS (
     SELECT coalesce(nullif($5::text, ''), current_user::text) AS actor
 ), dead AS (

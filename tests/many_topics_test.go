@@ -166,6 +166,28 @@ func TestManyTopicsBatchThatFails(t *testing.T) {
 	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.dead_letters WHERE topic = 'orders' AND convert_from(payload, 'UTF8') = '2' AND error = 'it is odd: never'"))
 }
 
+// A message of a group that reads many topics can be buried, and comes again when
+// it is requeued; what the group does not select cannot.
+func TestManyTopicsDeadLetters(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	consumer := f.consumer(nil)
+	_, batches := f.subscribeBatches(consumer, outbox.SubscriberConfig{ConsumerGroup: "g"}, outbox.MatchTopics("orders.*"))
+	f.publishTo("orders.new", "k", 1)
+	f.publishTo("invoices", "k", 1)
+	batch := nextBatch(t, batches)
+	delivery, _ := outbox.DeliveryFromCtx(batch[0].Context())
+	batch[0].Ack()
+	letters := f.deadLetters(f.pool)
+	require.ErrorIs(t, letters.Bury(t.Context(), "g", "invoices", delivery.Era, delivery.ID+1, "not selected"), outbox.ErrMessageNotFound)
+	require.NoError(t, letters.Bury(t.Context(), "g", "orders.new", delivery.Era, delivery.ID, "again"))
+	require.NoError(t, letters.Requeue(t.Context(), int64(f.number("SELECT id::int FROM outbox.dead_letters")), "now"))
+	again := nextBatch(t, batches)
+	require.Equal(t, batch[0].UUID, again[0].UUID)
+	again[0].Ack()
+}
+
 // A group has one selection. Another would pass over what only one of them selects.
 func TestManyTopicsOfAGroupAreFixed(t *testing.T) {
 	t.Parallel()
