@@ -168,7 +168,8 @@ func TestAttemptsAreFresh(t *testing.T) {
 // say so: it is the destination's fault.
 func TestPublishTimeout(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		source := storing(rowsOf("k", "l", "", "", "", "")...)
+		source := storing(rowsOf("k", "l")...)
+		source.live = true
 		b := newBroker(nil)
 		b.takes = 0
 		b.verdict = func(_ string, msg *message.Message) error {
@@ -182,8 +183,13 @@ func TestPublishTimeout(t *testing.T) {
 			time.Sleep(time.Second)
 			return nil
 		}
-		run(t, Config{Source: source, MaxAttempts: 1, Destinations: []Destination{{Publisher: b, PublishTimeout: 2 * time.Second}}}).wait()
-		require.Len(t, b.took(), 6)
+		f := run(t, Config{Source: source, MaxAttempts: 1, Destinations: []Destination{{Publisher: b, PublishTimeout: 2 * time.Second}}})
+		for i := range 300 { // others are taken all the while
+			source.add(row{number: int64(10 + i), topic: "t", uuid: fmt.Sprint("free", i)})
+			time.Sleep(time.Second)
+		}
+		f.end()
+		require.Len(t, b.took(), 302)
 		require.Equal(t, 20, b.tried("k1"))
 		require.Zero(t, source.failedAttempts("default", 1))
 	})
