@@ -1,10 +1,6 @@
 package outbox
 
-import (
-	"errors"
-
-	"github.com/millrace/watermill-outbox/internal/delivery"
-)
+import "github.com/millrace/watermill-outbox/internal/delivery"
 
 // Permanent returns an error that matches err and says that no further attempt
 // will do better: the message that fails with it becomes a dead letter at once,
@@ -19,7 +15,4 @@ func Permanent(err error) error {
 
 // IsPermanent reports whether the error, or one that it wraps, was made by
 // Permanent.
-func IsPermanent(err error) bool {
-	var permanent *delivery.PermanentError
-	return errors.As(err, &permanent)
-}
+func IsPermanent(err error) bool { return delivery.IsPermanent(err) }

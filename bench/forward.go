@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -187,19 +186,18 @@ func (s *forwarding) forward(ctx context.Context, publisher message.Publisher, o
 	return counted.rate(ctx, f.Run, f.Close)
 }
 
-// counted counts what a publisher has published.
+// counted counts what a publisher has published, of n messages.
 type counted struct {
 	message.Publisher
 
-	n     atomic.Int64
+	n     int
 	meter *meter
 }
 
 // newCounted takes the time between the first message and the last of so many.
 func newCounted(publisher message.Publisher, n int) *counted {
-	c := &counted{Publisher: publisher, meter: newMeter()}
+	c := &counted{Publisher: publisher, n: n, meter: newMeter()}
 	c.meter.time(1, int64(n))
-	c.n.Store(int64(n))
 	return c
 }
 
@@ -243,7 +241,7 @@ func (c *counted) rate(ctx context.Context, run func(context.Context) error, end
 	}()
 	took, err := c.meter.await(ctx)
 	err = errors.Join(err, end(), <-ended)
-	return float64(c.n.Load()-1) / took.Seconds(), err
+	return float64(c.n-1) / took.Seconds(), err
 }
 
 // deadPublisher is of a broker that refuses connections.

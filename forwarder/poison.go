@@ -6,15 +6,6 @@ import (
 	"github.com/millrace/watermill-outbox/internal/metadata"
 )
 
-// The keys of Watermill's poison queue middleware, whose package would bring its
-// dependencies along.
-const (
-	reasonForPoisonedKey  = "reason_poisoned"
-	poisonedTopicKey      = "topic_poisoned"
-	poisonedHandlerKey    = "handler_poisoned"
-	poisonedSubscriberKey = "subscriber_poisoned"
-)
-
 // poison publishes a message that is given up to the PoisonTopic, and reports
 // whether it is there. Until it is, the message stays what it was: it is acked if
 // and only if it is stored. What the topic refuses for good goes back to the source,
@@ -22,10 +13,10 @@ const (
 func (p *pump) poison(c *consumed, reason error) bool {
 	msg := c.Message.Copy()
 	msg.SetContext(c.ctx)
-	msg.Metadata.Set(reasonForPoisonedKey, metadata.Storable(reason.Error()))
-	msg.Metadata.Set(poisonedTopicKey, c.topic)
-	msg.Metadata.Set(poisonedHandlerKey, "forwarder")
-	msg.Metadata.Set(poisonedSubscriberKey, p.destination.Name)
+	msg.Metadata.Set(metadata.ReasonForPoisonedKey, metadata.Storable(reason.Error()))
+	msg.Metadata.Set(metadata.PoisonedTopicKey, c.topic)
+	msg.Metadata.Set(metadata.PoisonedHandlerKey, "forwarder")
+	msg.Metadata.Set(metadata.PoisonedSubscriberKey, p.destination.Name)
 	dead := &consumed{Message: c.Message, origin: c.origin, ctx: c.ctx, prepared: true, name: c.name}
 	for {
 		dead.out = []outgoing{{topic: p.destination.PoisonTopic, msg: msg}}

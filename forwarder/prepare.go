@@ -8,6 +8,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	outbox "github.com/millrace/watermill-outbox"
+	"github.com/millrace/watermill-outbox/internal/envelope"
 )
 
 // Target is one place that a message goes to.
@@ -72,7 +73,7 @@ func (p *pump) transform(c *consumed) ([]outgoing, error) {
 		msg.SetContext(c.ctx)
 	}
 	if p.UnwrapTopic != "" && topic == p.UnwrapTopic {
-		destination, inner, err := unwrap(msg)
+		destination, inner, err := envelope.Unwrap(msg)
 		if err != nil {
 			return nil, outbox.Permanent(err)
 		}
@@ -111,7 +112,7 @@ func (p *pump) address(c *consumed, msg *message.Message, topic string, before i
 		id = numbered(id, before)
 	}
 	if p.destination.EnvelopeTopic != "" {
-		outer, err := wrap(topic, msg)
+		outer, err := envelope.Wrap(topic, msg)
 		if err != nil {
 			return outgoing{}, outbox.Permanent(err)
 		}
@@ -186,16 +187,10 @@ func chain(middlewares []message.HandlerMiddleware) message.HandlerFunc {
 
 // recovered returns a panic as an error.
 func recovered(f func() error) (err error) {
-	returned := false
 	defer func() {
-		if returned {
-			return
-		}
 		if p := recover(); p != nil {
 			err = &PanicError{Value: p, Stack: debug.Stack()}
 		}
 	}()
-	err = f()
-	returned = true
-	return err
+	return f()
 }

@@ -16,15 +16,6 @@ import (
 // storeRetry is the pause before a verdict is tried to be stored again.
 var storeRetry = backoff.Policy{Min: 50 * time.Millisecond, Max: 5 * time.Second}
 
-// The keys of Watermill's poison queue middleware, whose package would bring its
-// dependencies along.
-const (
-	reasonForPoisonedKey  = "reason_poisoned"
-	poisonedTopicKey      = "topic_poisoned"
-	poisonedHandlerKey    = "handler_poisoned"
-	poisonedSubscriberKey = "subscriber_poisoned"
-)
-
 // unknownError stands for what Nack does not say.
 const unknownError = "the message was nacked; why is known with the middleware outbox.KeepError"
 
@@ -45,7 +36,7 @@ func (r *run) failed(it *item, msg *message.Message, failure error) outcome {
 	}
 	// Also when a verdict follows, which may come to be stored too late.
 	it.entry.Count(it.attempts-it.before, 0)
-	if r.exhausted(it) || isPermanent(failure) {
+	if r.exhausted(it) || IsPermanent(failure) {
 		return r.bury(it, poisoned(original, msg, text), text)
 	}
 	verdict := Verdict{Row: it.row, Attempts: it.attempts, After: r.Backoff.Delay(it.attempts)}
@@ -74,7 +65,8 @@ func (e *PermanentError) Error() string { return e.Err.Error() }
 
 func (e *PermanentError) Unwrap() error { return e.Err }
 
-func isPermanent(err error) bool {
+// IsPermanent reports whether the error is, or wraps, a PermanentError.
+func IsPermanent(err error) bool {
 	var permanent *PermanentError
 	return errors.As(err, &permanent)
 }
@@ -112,12 +104,12 @@ func delayedAnew(original map[string]string, msg *message.Message) (due time.Tim
 // keys of Watermill's poison queue. Errors quote any bytes.
 func poisoned(original map[string]string, msg *message.Message, reason string) map[string]string {
 	dead := maps.Clone(original)
-	dead[reasonForPoisonedKey] = metadata.Storable(reason)
+	dead[metadata.ReasonForPoisonedKey] = metadata.Storable(reason)
 	if msg != nil {
 		ctx := msg.Context()
-		dead[poisonedTopicKey] = metadata.Storable(message.SubscribeTopicFromCtx(ctx))
-		dead[poisonedHandlerKey] = metadata.Storable(message.HandlerNameFromCtx(ctx))
-		dead[poisonedSubscriberKey] = metadata.Storable(message.SubscriberNameFromCtx(ctx))
+		dead[metadata.PoisonedTopicKey] = metadata.Storable(message.SubscribeTopicFromCtx(ctx))
+		dead[metadata.PoisonedHandlerKey] = metadata.Storable(message.HandlerNameFromCtx(ctx))
+		dead[metadata.PoisonedSubscriberKey] = metadata.Storable(message.SubscriberNameFromCtx(ctx))
 	}
 	return dead
 }

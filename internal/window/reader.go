@@ -31,20 +31,20 @@ type statements struct {
 
 // NewQueries returns the statements for the schema called name.
 func NewQueries(name string) *Queries {
-	text := func(file string, replace *strings.Replacer) string {
+	text := func(file string, many bool) string {
 		content, err := queries.ReadFile("queries/" + file + ".sql")
 		if err != nil {
 			panic(err) // embedded: cannot be missing
 		}
-		return schema.Text(name, replace.Replace(string(content)))
+		return schema.Text(name, Fill(string(content), many))
 	}
-	reading := func(replace *strings.Replacer) statements {
+	reading := func(many bool) statements {
 		return statements{
-			open: text("open", replace), late: text("late", replace), lateXids: text("late_xids", replace),
-			main: text("main", replace), past: text("past", replace), holes: text("holes", replace),
+			open: text("open", many), late: text("late", many), lateXids: text("late_xids", many),
+			main: text("main", many), past: text("past", many), holes: text("holes", many),
 		}
 	}
-	return &Queries{one: reading(ofOne), many: reading(ofMany), now: text("now", ofOne)}
+	return &Queries{one: reading(false), many: reading(true), now: text("now", false)}
 }
 
 // The statements are written once, with places for what depends on whether they
