@@ -100,20 +100,20 @@ func (m mutation) apply(t *testing.T, folder string) {
 	}
 }
 
-// copyLibrary copies what the tests need: the library, its test helpers, and the
-// tests.
+// copyLibrary copies the modules of the workspace, since it names them all.
 func copyLibrary(t *testing.T, root, folder string) {
 	t.Helper()
-	for _, name := range []string{"internal", "replication", "schema", "tests"} {
+	for _, name := range []string{"bench", "examples", "forwarder", "internal", "replication", "schema", "tests"} {
 		require.NoError(t, os.CopyFS(filepath.Join(folder, name), os.DirFS(filepath.Join(root, name))))
 	}
 	sources, err := filepath.Glob(filepath.Join(root, "*.go"))
 	require.NoError(t, err)
-	for _, path := range append(sources, filepath.Join(root, "go.mod"), filepath.Join(root, "go.sum")) {
+	for _, name := range []string{"go.mod", "go.sum", "go.work", "go.work.sum"} {
+		sources = append(sources, filepath.Join(root, name))
+	}
+	for _, path := range sources {
 		content, err := os.ReadFile(path)
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(filepath.Join(folder, filepath.Base(path)), content, 0o600))
 	}
-	work := "go 1.25.0\n\nuse (\n\t.\n\t./internal/pgtest\n\t./tests\n)\n"
-	require.NoError(t, os.WriteFile(filepath.Join(folder, "go.work"), []byte(work), 0o600))
 }
