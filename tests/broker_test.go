@@ -17,7 +17,6 @@ import (
 	"github.com/millrace/watermill-outbox/internal/brokertest"
 	"github.com/millrace/watermill-outbox/internal/brokertest/jetstream"
 	"github.com/millrace/watermill-outbox/internal/brokertest/kafka"
-	"github.com/millrace/watermill-outbox/internal/brokertest/rabbitmq"
 	"github.com/millrace/watermill-outbox/internal/brokertest/redis"
 	"github.com/millrace/watermill-outbox/internal/brokertest/webhook"
 )
@@ -30,10 +29,9 @@ type brokerKind struct {
 	open, start func(context.Context) (brokertest.Broker, error)
 }
 
-// brokerKinds are all kinds.
+// brokerKinds are all kinds; RabbitMQ's is added in broker_rabbitmq_test.go.
 var brokerKinds = []brokerKind{
 	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start)},
-	{"rabbitmq", asBroker(rabbitmq.Open), asBroker(rabbitmq.Start)},
 	{"redis", asBroker(redis.Open), asBroker(redis.Start)},
 	{"kafka", asBroker(openKafka), asBroker(startKafka)},
 	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start)},
@@ -204,31 +202,6 @@ func TestForwardBrokerMidPublish(t *testing.T) {
 				}
 				require.Equal(t, copies-1, requireInBroker(t, broker, topic, messages))
 			})
-		}
-	}
-}
-
-// A broker with other users can't be ended, and its topics are one's own.
-func TestForwardBrokerShared(t *testing.T) {
-	t.Parallel()
-	one := newBroker(t, asBroker(rabbitmq.Open))
-	other := newBroker(t, asBroker(rabbitmq.Open))
-	require.False(t, one.Owned())
-	require.ErrorIs(t, one.Kill(t.Context()), brokertest.ErrNotOwned)
-	require.ErrorIs(t, one.StartAgain(t.Context()), brokertest.ErrNotOwned)
-	require.ErrorIs(t, one.Restart(t.Context()), brokertest.ErrNotOwned)
-
-	messages := brokerMessages(2, 1)
-	for i, broker := range []brokertest.Broker{one, other} {
-		require.NoError(t, broker.Declare(t.Context(), "orders"))
-		require.NoError(t, brokerPublisher(t, broker).Publish("orders", messages[i]))
-	}
-	for i, broker := range []brokertest.Broker{one, other} {
-		// Twice: reading takes nothing away.
-		for range 2 {
-			received, err := broker.Received(t.Context(), "orders")
-			require.NoError(t, err)
-			require.Equal(t, uuids(messages[i:i+1]), uuids(received))
 		}
 	}
 }
