@@ -63,8 +63,8 @@ type RetryConfig struct {
 	// MaxAttempts is how many deliveries a message gets before it becomes a dead
 	// letter. They are counted across restarts; what a shutdown or a lost lease
 	// cuts off does not count, and a message that ends its process does: after
-	// a crash what may have been in flight goes out one at a time, and the one
-	// that ends the process again is known. Too few give up on messages that an
+	// a crash what may have been in flight goes out in waves, and after a crash in
+	// one of these one at a time, so the one that ends the process is known. Too few give up on messages that an
 	// outage fails, and with an order too many hold up what is behind. 0, the
 	// default, means any number: nothing is given up by itself, but for stored
 	// rows that cannot become messages.

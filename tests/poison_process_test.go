@@ -143,7 +143,9 @@ func TestPoisonProcess(t *testing.T) {
 		_ = command.Wait()
 	}
 	t.Logf("lives=%d starts of the poison=%v", lives, starts["poison"])
-	require.Equal(t, []string{"1", "1", "3"}, starts["poison"])
+	// Beside others, in a wave, and by itself, with which it is known to have ended
+	// all three.
+	require.Equal(t, []string{"1", "1", "1"}, starts["poison"])
 	require.Equal(t, poisonAttempts+1, lives)
 	require.Len(t, starts, others+1, "neighbours are missing")
 	for name, attempts := range starts {

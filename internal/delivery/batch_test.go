@@ -106,3 +106,92 @@ func TestABatchWithoutItsFirst(t *testing.T) {
 		require.Equal(t, int64(3), state.Position.Floor)
 	})
 }
+
+// inBatches makes an engine of ordered lines that go out in batches.
+func inBatches(t *testing.T, limit int, change ...func(*delivery.Engine)) (*bench, chan []*message.Message) {
+	out := make(chan []*message.Message)
+	return start(t, append(change, ordered(delivery.ByKey, 10), func(e *delivery.Engine) {
+		e.Out, e.Batches, e.Batch = nil, out, limit
+	})...), out
+}
+
+// The end of the subscription is the same moment for all of a batch: they share its
+// grace, however late those in front are acked in it.
+func TestABatchHasOneGrace(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b, out := inBatches(t, 3)
+		b.pages <- keyed(1, "k", "k", "k", "k")
+		batch := <-out
+		require.Len(t, batch, 3)
+		b.stop()
+		began := time.Now()
+		time.Sleep(50 * time.Second)
+		batch[0].Ack()
+		<-b.done
+		require.Equal(t, time.Minute, time.Since(began))
+		state, _, _ := b.tracker.State()
+		require.Empty(t, state.Holes)
+		require.Equal(t, int64(1), state.Position.At+state.Position.Floor, "what was acked in that time counts")
+	})
+}
+
+// When the lease is lost or a message has failed, all that stand behind it are told
+// at once, not each when the one in front of it is done with.
+func TestABatchEndsAsAWhole(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		end  func(b *bench, first *message.Message)
+		why  error
+		from int
+	}{
+		"lease lost": {func(b *bench, _ *message.Message) { b.lose(errLost) }, errLost, 0},
+		"failure":    {func(_ *bench, first *message.Message) { first.Nack() }, delivery.ErrHeldUp, 1},
+		"too slow":   {func(*bench, *message.Message) { time.Sleep(2 * time.Minute) }, delivery.ErrHeldUp, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			synctest.Test(t, func(t *testing.T) {
+				b, out := inBatches(t, 3, func(e *delivery.Engine) { e.AckDeadline = time.Minute })
+				b.pages <- keyed(1, "k", "k", "k")
+				batch := <-out
+				synctest.Wait()
+				test.end(b, batch[0])
+				synctest.Wait()
+				for _, msg := range batch[test.from:] {
+					require.ErrorIs(t, context.Cause(msg.Context()), test.why)
+				}
+				for _, msg := range batch {
+					msg.Nack()
+				}
+				synctest.Wait()
+			})
+		})
+	}
+}
+
+var errLost = errors.New("lost")
+
+// A message that comes from the table of those that are deferred has failed before,
+// in whatever process: it is the first of its batch, so that it holds up nobody but
+// those behind it.
+func TestARetryIsFirstOfItsBatch(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b, out := inBatches(t, 3)
+		page := keyed(1, "k", "k", "k", "k")
+		page.Rows[2].Attempt = 2
+		b.pages <- page
+		for _, want := range [][]int64{{1, 2}, {3, 4}} {
+			batch := <-out
+			require.Equal(t, want, ids(batch...))
+			for _, msg := range batch {
+				msg.Ack()
+			}
+		}
+	})
+}

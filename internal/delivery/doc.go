@@ -48,10 +48,15 @@
 // What was acked since the last checkpoint comes again. A message may be what ended
 // the process, and nobody can nack it. With a bound on attempts, the stored state
 // says how many rows may have been handed out beyond it (its reach), and no more
-// are. After an unclean end these, and the holes, are suspects: each goes out
-// alone, when it is stored that it does (Hole.Starts). If the process ends then,
-// that one has failed, and none of its neighbours. Since it was in flight when the
-// process ended before, that counts, too.
+// are. After an unclean end these, and the holes, are suspects. They go out in
+// waves, of what may be in flight at once, beside nothing else, when that is stored
+// (Hole.Among): a process that was killed by something else is through with them
+// soon. If the process ends of a wave, each of it goes out by itself the next time,
+// and so does what has failed before, when it is stored that it does (Hole.Starts).
+// If the process ends then, that one has failed, and none of its neighbours. Since
+// it was in flight when the process ended before, once or twice, that counts, too:
+// it dies after as many ends as it has attempts, as if it had been by itself from the
+// first. With fewer than three there are no waves.
 //
 // # Shutdown
 //

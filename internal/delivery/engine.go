@@ -1,10 +1,7 @@
 package delivery
 
 import (
-	"bytes"
-	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -16,15 +13,6 @@ import (
 
 	"github.com/millrace/watermill-outbox/internal/backoff"
 	"github.com/millrace/watermill-outbox/internal/window"
-)
-
-// Why a message's context ends, beside its Ack or Nack.
-var (
-	// ErrAckDeadline is the cause when its handler took too long.
-	ErrAckDeadline = errors.New("the ack deadline has passed")
-	// ErrHeldUp is the cause when a message before it in its batch has failed.
-	ErrHeldUp    = errors.New("a message before it in its batch was not acked")
-	errLeaseOver = errors.New("the lease ran out before the message was taken from the channel")
 )
 
 // Policy says how messages go out. All of it is needed unless it says otherwise.
@@ -99,8 +87,8 @@ type Engine struct {
 	// is in flight has put a value in.
 	Slots chan struct{}
 	// Alone, if not nil, is shared by all engines of the process and has room for
-	// one: the suspect that is out has put a value in, or those of others would
-	// be in flight beside it, and count if it ends the process.
+	// one: the engine that has suspects out has put a value in, or those of others
+	// would be in flight beside them, and count if one ends the process.
 	Alone chan struct{}
 	// Wrap puts what is known of a delivery into its message's context.
 	Wrap func(ctx context.Context, row window.Row, attempt int) context.Context
@@ -134,10 +122,10 @@ type run struct {
 	// inFlight counts the items that workers have, workers also those workers
 	// that look for one.
 	inFlight, workers int
-	// suspectOut says that a suspect is in flight, and so nothing else.
-	suspectOut bool
-	retrying   map[*item]Retrying
-	ended      bool
+	// suspectsOut says that suspects are in flight, and so nothing else.
+	suspectsOut bool
+	retrying    map[*item]Retrying
+	ended       bool
 }
 
 // Retrying is a message that has failed and waits to be delivered again.
@@ -289,42 +277,47 @@ func (r *run) employ() {
 // work hands out one item after the other.
 func (r *run) work() {
 	for {
-		batch := r.next()
-		if batch == nil {
+		items := r.next()
+		switch {
+		case items == nil:
 			return
+		case items[0].suspect:
+			r.try(items)
+		default:
+			r.done(items, r.deliver(items))
 		}
-		r.done(batch, r.deliver(batch))
+		r.back()
 	}
 }
 
-// next returns the next item that may go out, and what may follow it in a batch;
-// without one the worker ends. A suspect goes out alone.
+// next returns the next item that may go out and what may follow it in a batch, or
+// suspects that go out together and beside nothing else. Without any the worker
+// ends.
 func (r *run) next() []*item {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
+	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectsOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
 		r.workers--
 		return nil
 	}
 	it := r.queue.ready.pop()
 	r.inFlight++
-	r.suspectOut = it.suspect
+	r.suspectsOut = it.suspect
 	delete(r.retrying, it)
 	batch := []*item{it}
-	if r.Batches != nil && !it.suspect {
+	switch {
+	case it.suspect:
+		batch = r.wave(batch)
+	case r.Batches != nil:
 		batch = r.queue.follow(batch, r.Batch)
 	}
 	return batch
 }
 
-// done notes how the items of a batch left the worker.
+// done notes how the items of a line left the worker.
 func (r *run) done(batch []*item, results []outcome) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.inFlight--
-	if batch[0].suspect {
-		r.suspectOut, batch[0].suspect = false, false // whatever it did, the process lives
-	}
 	blocked := false
 	for i, it := range batch {
 		switch results[i] {
@@ -341,6 +334,14 @@ func (r *run) done(batch []*item, results []outcome) {
 	if !blocked {
 		r.queue.gone(batch[0])
 	}
+}
+
+// back notes that a worker has nothing in flight any more.
+func (r *run) back() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.inFlight--
+	r.suspectsOut = false // had it been one of them, the process would not live
 	select {
 	case r.room <- struct{}{}:
 	default:
@@ -348,18 +349,29 @@ func (r *run) done(batch []*item, results []outcome) {
 	r.employ()
 }
 
-// deliver hands out a batch, of one item as a rule, and sees to what becomes of
-// it.
+// deliver hands out a batch, of one item as a rule, of which only the first may
+// have a past, and sees to what becomes of it.
 func (r *run) deliver(batch []*item) []outcome {
 	results := make([]outcome, len(batch))
 	for i := range results {
 		results[i] = withdrawn
 	}
-	if len(batch) == 1 {
-		results[0] = r.deliverOne(batch[0])
-	} else {
-		r.deliverBatch(batch, results)
+	first, result, ok := r.decided(batch[0])
+	if ok {
+		r.giveBack(batch[1:])
+		results[0] = result
+		return results
 	}
+	metadata := append(make([]map[string]string, 0, len(batch)), first)
+	for _, it := range batch[1:] {
+		decoded, err := it.row.DecodeMetadata()
+		if err != nil {
+			break // its turn comes, alone
+		}
+		metadata = append(metadata, decoded)
+	}
+	r.giveBack(batch[len(metadata):])
+	r.handOut(batch[:len(metadata)], metadata, results)
 	return results
 }
 
@@ -387,308 +399,8 @@ func (r *run) decided(it *item) (metadata map[string]string, result outcome, ok 
 	return metadata, 0, false
 }
 
-// deliverOne delivers an item that may have a past.
-func (r *run) deliverOne(it *item) outcome {
-	metadata, result, ok := r.decided(it)
-	if ok {
-		return result
-	}
-	if it.suspect {
-		leave, ok := r.alone()
-		if !ok {
-			return stopped
-		}
-		defer leave()
-		if !r.accuse(it) {
-			return stopped
-		}
-	}
-	results := []outcome{withdrawn}
-	r.handOut([]*item{it}, []map[string]string{metadata}, results)
-	if it.suspect && results[0] == stopped {
-		it.entry.Count(it.attempts-it.before, 0)
-	}
-	return results[0]
-}
-
-// aloneFor is how long a suspect keeps those of other engines waiting at most:
-// what ends its process does so soon, as a rule, and its channel may be one that
-// nobody reads, or its handler a slow one.
-const aloneFor = 3 * time.Second
-
-// alone waits until no other engine of the process has a suspect out. leave lets
-// the next go, when it is stored that this one is out no more.
-func (r *run) alone() (leave func(), ok bool) {
-	if r.Alone == nil {
-		return func() {}, true
-	}
-	select {
-	case r.Alone <- struct{}{}:
-	case <-r.lease.Done():
-		return nil, false
-	case <-r.Stop.Done():
-		return nil, false
-	}
-	timer := time.AfterFunc(aloneFor, func() { <-r.Alone })
-	return func() {
-		if !timer.Stop() {
-			return
-		}
-		if r.going() {
-			_ = r.Store.Save(r.lease) // once: it must not keep the others waiting
-		}
-		<-r.Alone
-	}, true
-}
-
-// accuse stores that the row is in flight alone, so that it counts if the
-// process ends now. It was handed out before, in the process that ended, so that
-// counts then, too.
-func (r *run) accuse(it *item) bool {
-	failed := it.attempts - it.before
-	it.entry.Count(failed, max(failed, 1)+1)
-	return r.insist("Cannot store which message is tried", it, func() error { return r.Store.Save(r.lease) })
-}
-
 func (r *run) exhausted(it *item) bool {
 	return r.MaxAttempts > 0 && it.attempts >= r.MaxAttempts && it.attempts > it.before
-}
-
-// handed is one item of a batch that was handed out.
-type handed struct {
-	*item
-
-	msg *message.Message
-	// ctx is what the engine gave its message, whatever it has by now.
-	ctx    context.Context //nolint:containedctx // of the message
-	cancel context.CancelCauseFunc
-}
-
-// handOut sends messages, sees to what becomes of each, in their order, and says
-// so in results. What is behind one that is not acked is withdrawn, unless it is
-// acked by then.
-func (r *run) handOut(batch []*item, metadata []map[string]string, results []outcome) {
-	if r.Slots != nil {
-		select {
-		case r.Slots <- struct{}{}:
-			defer func() { <-r.Slots }()
-		case <-r.lease.Done():
-			results[0] = stopped
-			return
-		case <-r.Stop.Done():
-			results[0] = stopped
-			return
-		}
-	}
-	if !r.going() {
-		results[0] = stopped
-		return
-	}
-	out := make([]handed, len(batch))
-	for i, it := range batch {
-		// A handler may change its message, of which others and the next delivery
-		// have to know nothing.
-		msg := message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
-		msg.Metadata = metadata[i]
-		ctx, cancel := context.WithCancelCause(r.Base)
-		defer cancel(context.Canceled) //nolint:revive // few
-		out[i] = handed{item: it, msg: msg, ctx: r.Wrap(ctx, it.row, it.attempts+1), cancel: cancel}
-		msg.SetContext(out[i].ctx)
-	}
-	if !r.send(out) {
-		results[0] = stopped
-		return
-	}
-	if !r.Valid() {
-		// They waited to be taken for longer than the lease was good.
-		for _, h := range out {
-			h.cancel(cmp.Or(context.Cause(r.lease), errLeaseOver))
-		}
-	}
-	for i, h := range out {
-		var grace grace
-		results[i] = r.outcome(h.msg, h.cancel, &grace) //nolint:gosec // one for each of the batch
-		if results[i] == settled {                      //nolint:gosec // as above
-			h.cancel(context.Canceled)
-			h.entry.Settled()
-			continue
-		}
-		r.withdraw(out[i+1:], results[i+1:], &grace)
-		results[i] = r.judge(h, results[i]) //nolint:gosec // as above
-		return
-	}
-}
-
-// withdraw takes back what is behind one that was not acked.
-func (r *run) withdraw(out []handed, results []outcome, grace *grace) {
-	items := make([]*item, 0, len(out))
-	for i, h := range out {
-		h.cancel(ErrHeldUp)
-		if r.grant(h.msg, h.cancel, grace, withdrawn) == settled {
-			h.entry.Settled()
-			results[i] = settled //nolint:gosec // one for each of out
-		} else {
-			items = append(items, h.item)
-		}
-	}
-	r.giveBack(items)
-}
-
-// giveBack puts items in front of their line, before the one in front of them can
-// come again.
-func (r *run) giveBack(items []*item) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, it := range slices.Backward(items) {
-		r.queue.unfollow(it)
-	}
-}
-
-// send sends what is handed out, and reports whether it was taken.
-func (r *run) send(out []handed) bool {
-	var one *message.Message
-	var messages []*message.Message
-	if r.Batches == nil {
-		one = out[0].msg
-	} else {
-		messages = make([]*message.Message, len(out))
-		for i, h := range out {
-			messages[i] = h.msg
-		}
-	}
-	select {
-	case r.Out <- one:
-	case r.Batches <- messages:
-	case <-r.lease.Done():
-		return false
-	case <-r.Stop.Done():
-		return false
-	}
-	return true
-}
-
-// judge sees to what follows for one that was not acked.
-func (r *run) judge(h handed, result outcome) outcome {
-	failure := r.Reason(h.ctx)
-	msg := h.msg
-	switch result {
-	case nacked:
-	case overdue:
-		failure = cmp.Or(failure, ErrAckDeadline)
-		if !isDone(msg.Nacked()) {
-			msg = nil // its handler may be changing it
-		}
-	case settled, stopped, again, withdrawn:
-		return result
-	}
-	return r.failed(h.item, msg, failure)
-}
-
-// deliverBatch delivers items, of which only the first may have a past, in one
-// batch.
-func (r *run) deliverBatch(batch []*item, results []outcome) {
-	first, result, ok := r.decided(batch[0])
-	if ok {
-		r.giveBack(batch[1:])
-		results[0] = result
-		return
-	}
-	metadata := append(make([]map[string]string, 0, len(batch)), first)
-	for _, it := range batch[1:] {
-		decoded, err := it.row.DecodeMetadata()
-		if err != nil {
-			break // its turn comes, alone
-		}
-		metadata = append(metadata, decoded)
-	}
-	r.giveBack(batch[len(metadata):])
-	r.handOut(batch[:len(metadata)], metadata, results)
-}
-
-// outcome waits for a message that was taken.
-func (r *run) outcome(msg *message.Message, cancel context.CancelCauseFunc, grace *grace) outcome {
-	var deadline <-chan time.Time
-	if r.AckDeadline > 0 {
-		timer := time.NewTimer(r.AckDeadline)
-		defer timer.Stop()
-		deadline = timer.C
-	}
-	select {
-	case <-msg.Acked():
-		return settled
-	case <-msg.Nacked():
-		// What fails because the end has come did not fail.
-		if !r.going() {
-			return stopped
-		}
-		return nacked
-	case <-deadline:
-		cancel(ErrAckDeadline)
-		return r.grant(msg, cancel, grace, overdue)
-	case <-r.lease.Done():
-		cancel(context.Cause(r.lease))
-	case <-r.Stop.Done():
-	}
-	// The end is near: of the subscription, which gives the handler its grace,
-	// or of the lease, when the ack counts for nothing but the handler is given
-	// time to end, so that the next lease does not hand out the message beside
-	// it.
-	return r.grant(msg, cancel, grace, stopped)
-}
-
-// grant gives a handler its grace. Without an ack in that time the outcome is
-// otherwise; one after the lease is lost counts for nothing.
-func (r *run) grant(msg *message.Message, cancel context.CancelCauseFunc, grace *grace, otherwise outcome) outcome {
-	timer := grace.timer(r.Grace)
-	defer timer.Stop()
-	for lost := r.lease.Done(); ; {
-		select {
-		case <-msg.Acked():
-		case <-msg.Nacked():
-		case <-lost:
-			cancel(context.Cause(r.lease))
-			lost = nil
-			continue
-		case <-timer.C:
-		}
-		break
-	}
-	acked := isDone(msg.Acked())
-	if !acked && !isDone(msg.Nacked()) {
-		r.Logger.Info("A message was neither acked nor nacked in the grace period; it will be delivered again", watermill.LogFields{
-			"message_uuid": msg.UUID, "grace": r.Grace.String(),
-		})
-	}
-	switch {
-	case r.lease.Err() != nil:
-		return stopped
-	case acked:
-		return settled
-	case r.Stop.Err() != nil:
-		return stopped
-	}
-	return otherwise
-}
-
-// grace is a time that begins when it is first asked for. The zero value has not
-// begun.
-type grace struct{ until time.Time }
-
-// timer returns one that fires when the time is over, which is so long.
-func (g *grace) timer(d time.Duration) *time.Timer {
-	if g.until.IsZero() {
-		g.until = time.Now().Add(d)
-	}
-	return time.NewTimer(time.Until(g.until))
-}
-
-func isDone(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }
 
 func (r *run) fields(it *item) watermill.LogFields {

@@ -556,117 +556,6 @@ func TestChangedDelayPutsAMessageOff(t *testing.T) {
 	})
 }
 
-// After an unclean end what may have been in flight goes out alone, and only the
-// one that is counts if the process ends again; its neighbours do not.
-func TestSuspectsGoOutAlone(t *testing.T) {
-	t.Parallel()
-
-	synctest.Test(t, func(t *testing.T) {
-		state := window.State{Position: at(2), Holes: []window.Hole{{ID: 1}}, Reach: 2}
-		b := startAt(t, state, true, ordered(delivery.Unordered, 10), attempts(3))
-		page := rows(1)
-		page.Holes = true
-		b.pages <- page
-		b.pages <- rows(3, 4, 5, 6)
-		for _, id := range []int64{1, 3, 4} {
-			alone := b.inFlight()
-			require.Equal(t, []int64{id}, ids(alone...))
-			b.store.mu.Lock()
-			stored := b.store.saved[len(b.store.saved)-1]
-			b.store.mu.Unlock()
-			require.Equal(t, []window.Hole{{ID: id, Starts: 2}}, stored.Holes, "it is known who is in flight")
-			alone[0].Ack()
-		}
-		require.Equal(t, []int64{5, 6}, ids(b.inFlight()...), "these were not")
-
-		// The next process: the first has ended two, and dies with the third.
-		killer := window.Hole{ID: 3, Starts: 2}
-		for end := 2; end <= 3; end++ {
-			b = startAt(t, window.State{Position: at(3), Holes: []window.Hole{killer}, Reach: 1}, true, attempts(3))
-			page = rows(3)
-			page.Holes = true
-			b.pages <- page
-			if end == 2 {
-				require.Equal(t, []int64{3}, ids(b.inFlight()...))
-				b.store.mu.Lock()
-				killer = b.store.saved[len(b.store.saved)-1].Holes[0]
-				b.store.mu.Unlock()
-				require.Equal(t, window.Hole{ID: 3, Attempts: 2, Starts: 3}, killer)
-			}
-		}
-		require.Empty(t, b.inFlight())
-		verdicts := b.store.settled()
-		require.Len(t, verdicts, 1)
-		require.Equal(t, 3, verdicts[0].Attempts)
-	})
-}
-
-// Of all engines of a process one has a suspect out, or one that ends the process
-// would take those of the others with it. One that takes its time, or that nobody
-// takes, does not keep them waiting for long.
-func TestSuspectsOfOneProcessGoOutAlone(t *testing.T) {
-	t.Parallel()
-
-	synctest.Test(t, func(t *testing.T) {
-		alone := make(chan struct{}, 1)
-		var benches []*bench
-		for range 3 {
-			b := startAt(t, window.State{Position: at(0), Reach: 1}, true, attempts(3), func(e *delivery.Engine) { e.Alone = alone })
-			b.pages <- rows(1)
-			synctest.Wait()
-			benches = append(benches, b)
-		}
-		accused := func(b *bench) bool {
-			b.store.mu.Lock()
-			defer b.store.mu.Unlock()
-			n := len(b.store.saved)
-			return n > 0 && len(b.store.saved[n-1].Holes) > 0
-		}
-		first := benches[0].inFlight()
-		require.Len(t, first, 1)
-		require.True(t, accused(benches[0]))
-		require.Empty(t, benches[1].inFlight())
-		require.False(t, accused(benches[1]))
-		first[0].Ack()
-		second := benches[1].inFlight()
-		require.Len(t, second, 1)
-		require.False(t, accused(benches[0]), "it is out no more, and that is not stored")
-
-		time.Sleep(2 * time.Second)
-		require.Empty(t, benches[2].inFlight())
-		time.Sleep(2 * time.Second)
-		third := benches[2].inFlight()
-		require.Len(t, third, 1)
-		second[0].Ack()
-		third[0].Ack()
-		synctest.Wait()
-		require.Empty(t, alone)
-
-		b := startAt(t, window.State{Position: at(0), Reach: 1}, true, attempts(3), func(e *delivery.Engine) { e.Alone = alone })
-		alone <- struct{}{}
-		b.pages <- rows(1)
-		synctest.Wait()
-		b.stop()
-		<-b.done
-	})
-}
-
-// A suspect that only failed has not ended its process.
-func TestSuspectThatFailsCountsOnce(t *testing.T) {
-	t.Parallel()
-
-	synctest.Test(t, func(t *testing.T) {
-		b := startAt(t, window.State{Position: at(0), Reach: 1}, true, attempts(3))
-		b.store.failures = 3 // nothing goes out before it is known who does
-		b.pages <- rows(1)
-		msg := <-b.out
-		msg.Nack()
-		synctest.Wait()
-		state, _, _ := b.tracker.State()
-		require.Equal(t, []window.Hole{{ID: 1, Attempts: 1}}, state.Holes)
-	})
-}
-
 func TestAckDeadline(t *testing.T) {
 	t.Parallel()
 
@@ -856,4 +745,35 @@ func TestWaitingMessagesEndWithTheRun(t *testing.T) {
 		}
 		return kept < n/2
 	}, time.Minute, 10*time.Millisecond, "timers keep them")
+}
+
+// Nor does what fails while the run ends begin to wait.
+func TestNothingBeginsToWaitAfterTheEnd(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, func(e *delivery.Engine) {
+			e.Backoff = backoff.Policy{Min: time.Hour, Max: time.Hour}
+			e.Reason = func(context.Context) error {
+				// The end comes right after the message was seen to fail.
+				<-e.Stop.Done()
+				time.Sleep(time.Second) // virtual: when all others wait
+				return errors.New("failed")
+			}
+		})
+		payload := new([1024]byte)
+		held := weak.Make(payload)
+		page := rows(1)
+		page.Rows[0].Payload = payload[:]
+		b.pages <- page
+		(<-b.out).Nack()
+		synctest.Wait()
+		b.stop()
+		<-b.done
+		payload, page = nil, window.Page{}
+		synctest.Wait()
+		runtime.GC()
+		runtime.GC()
+		require.True(t, held.Value() == nil, "a timer keeps it")
+	})
 }

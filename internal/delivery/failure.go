@@ -168,6 +168,9 @@ func (r *run) retry(it *item, failure error, pause time.Duration) {
 	now := time.Now()
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.ended {
+		return // and its timer would keep all of it until then
+	}
 	if it.failingSince.IsZero() {
 		it.failingSince = now
 	}

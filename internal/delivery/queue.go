@@ -98,7 +98,7 @@ func (q *queue) follow(batch []*item, limit int) []*item {
 	}
 	waiting := q.lines[name]
 	for waiting != nil && waiting.len() > 0 && len(batch) < limit {
-		if next := waiting.peek(); next.suspect || next.attempts > next.before {
+		if next := waiting.peek(); next.suspect || next.attempts > 0 {
 			break
 		}
 		batch = append(batch, waiting.pop())

@@ -60,8 +60,9 @@ type Tracker struct {
 
 // Entry is a row that was taken in.
 type Entry struct {
-	// Suspect says that the row may have ended a process.
-	Suspect bool
+	// Suspect says that the row may have ended a process; Among that it was among
+	// some of which one did; Alone that it must be in flight by itself.
+	Suspect, Among, Alone bool
 
 	tracker    *Tracker
 	prev, next *Entry
@@ -89,6 +90,7 @@ func NewTracker(state window.State, bounded, unclean bool) *Tracker {
 			t.holes[i].Attempts = t.holes[i].Starts
 		}
 		t.holes[i].Starts = 0
+		t.holes[i].Among = t.holes[i].Among && unclean
 	}
 	if unclean {
 		t.suspects = state.Reach
@@ -132,7 +134,10 @@ func (t *Tracker) Hole(hole window.Hole) (e *Entry, attempts int) {
 	if i, found := slices.BinarySearchFunc(t.holes, hole, compareHoles); found {
 		hole = t.holes[i]
 	}
-	return &Entry{tracker: t, hole: hole, old: true, Suspect: t.unclean}, hole.Attempts
+	return &Entry{
+		tracker: t, hole: hole, old: true, Suspect: t.unclean,
+		Among: hole.Among, Alone: hole.Among || hole.Attempts > 0,
+	}, hole.Attempts
 }
 
 // Gone forgets a hole whose row no longer exists.
@@ -171,10 +176,26 @@ func (e *Entry) Settled() {
 // Count sets how many attempts are over, and how many are if the process ends
 // now; 0 if that says nothing about the row.
 func (e *Entry) Count(attempts, starts int) {
+	e.change(func(hole *window.Hole) { hole.Attempts, hole.Starts = attempts, starts })
+}
+
+// AccuseAmong notes that the row is in flight among suspects, one of which has done
+// it if the process ends now.
+func (e *Entry) AccuseAmong(attempts int) {
+	e.change(func(hole *window.Hole) { hole.Attempts, hole.Starts, hole.Among = attempts, 0, true })
+}
+
+// Acquit notes that the row was in flight and the process lives.
+func (e *Entry) Acquit(attempts int) {
+	e.change(func(hole *window.Hole) { hole.Attempts, hole.Starts, hole.Among = attempts, 0, false })
+}
+
+// change changes what is stored of the row while it is open.
+func (e *Entry) change(change func(*window.Hole)) {
 	t := e.tracker
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	e.hole.Attempts, e.hole.Starts = attempts, starts
+	change(&e.hole)
 	if i, found := slices.BinarySearchFunc(t.holes, e.hole, compareHoles); e.old && found {
 		t.holes = slices.Clone(t.holes)
 		t.holes[i] = e.hole
@@ -203,7 +224,7 @@ func (t *Tracker) state(settled *Entry) window.State {
 		state.Holes = without(t.holes, settled.hole)
 	}
 	passed, number := t.last, t.baseNumber
-	for passed != nil && !passed.done && passed != settled && passed.hole.Attempts == 0 && passed.hole.Starts == 0 {
+	for passed != nil && !passed.done && passed != settled && !passed.tried() {
 		passed = passed.prev
 	}
 	if passed != nil {
@@ -220,6 +241,9 @@ func (t *Tracker) state(settled *Entry) window.State {
 	state.Reach = t.taken - number + max(t.reach, t.suspects)
 	return state
 }
+
+// tried reports whether more must be stored of the row than that it comes again.
+func (e *Entry) tried() bool { return e.hole.Attempts > 0 || e.hole.Starts > 0 || e.hole.Among }
 
 // Len returns how many rows and runs of settled rows are kept.
 func (t *Tracker) Len() int {

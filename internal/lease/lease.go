@@ -933,7 +933,7 @@ func clean(state window.State) window.State {
 	state.Reach = 0
 	state.Holes = slices.Clone(state.Holes)
 	for i := range state.Holes {
-		state.Holes[i].Starts = 0
+		state.Holes[i].Starts, state.Holes[i].Among = 0, false
 	}
 	return state
 }

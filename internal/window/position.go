@@ -90,6 +90,9 @@ type Hole struct {
 	// Starts is what Attempts becomes if the holder dies: the row alone is in
 	// flight, so it counts as its doing. 0 if it would say nothing.
 	Starts int `json:"starts,omitempty"`
+	// Among says that it is in flight among others of which one has done it if the
+	// holder dies.
+	Among bool `json:"among,omitempty"`
 }
 
 // State is what a cursor stores of its group.

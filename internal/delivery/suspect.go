@@ -1,0 +1,122 @@
+package delivery
+
+import (
+	"sync"
+	"time"
+)
+
+// wavesFrom is how many attempts a message must have for suspects to go out
+// together. With fewer, the end of a process that had many out would be one too
+// many for the message that caused it.
+const wavesFrom = 3
+
+// wave adds to a suspect those that go out with it: others that nothing is known
+// against but that they may have been in flight when a process ended. Called with
+// mu held.
+func (r *run) wave(suspects []*item) []*item {
+	if suspects[0].entry.Alone || r.MaxAttempts < wavesFrom {
+		return suspects
+	}
+	for r.queue.ready.len() > 0 && len(suspects) < r.MaxInFlight {
+		if next := r.queue.ready.peek(); !next.suspect || next.entry.Alone {
+			break
+		}
+		it := r.queue.ready.pop()
+		delete(r.retrying, it)
+		suspects = append(suspects, it)
+	}
+	return suspects
+}
+
+// try delivers suspects: one, or some together. When they are out is stored, so
+// that their next time is known to be the second if the process ends of it. If
+// there were several, each goes out by itself then, and that counts.
+func (r *run) try(suspects []*item) {
+	results := make([]outcome, len(suspects))
+	metadata := make([]map[string]string, len(suspects))
+	var out []int
+	for i, it := range suspects {
+		var ok bool
+		if metadata[i], results[i], ok = r.decided(it); !ok {
+			results[i] = stopped
+			out = append(out, i)
+		}
+	}
+	if len(out) > 0 {
+		r.tryOut(suspects, out, metadata, results)
+	}
+	for i, it := range suspects {
+		it.suspect = false // whatever it did, the process lives
+		r.done([]*item{it}, results[i:i+1])
+	}
+}
+
+// tryOut delivers those of the suspects that are named by their places in out.
+func (r *run) tryOut(suspects []*item, out []int, metadata []map[string]string, results []outcome) {
+	leave, ok := r.alone()
+	if !ok {
+		return
+	}
+	defer leave()
+	for _, i := range out {
+		r.accuse(suspects[i], len(out) > 1)
+	}
+	if r.insist("Cannot store which messages are tried", suspects[out[0]], func() error { return r.Store.Save(r.lease) }) {
+		var delivering sync.WaitGroup
+		for _, i := range out {
+			delivering.Go(func() { r.handOut(suspects[i:i+1], metadata[i:i+1], results[i:i+1]) })
+		}
+		delivering.Wait()
+	}
+	for _, i := range out {
+		if results[i] != settled {
+			suspects[i].entry.Acquit(suspects[i].attempts - suspects[i].before)
+		}
+	}
+}
+
+// accuse notes what it says about an item if the process ends now. It was handed
+// out before, in the process that ended, so that counts then, too; and if that was
+// so among others of which one ended the next process, twice.
+func (r *run) accuse(it *item, among bool) {
+	failed := it.attempts - it.before
+	if among {
+		it.entry.AccuseAmong(failed)
+		return
+	}
+	before := 1
+	if it.entry.Among {
+		before = 2
+	}
+	it.entry.Count(failed, max(failed, before)+1)
+}
+
+// aloneFor is how long suspects keep those of other engines waiting at most:
+// what ends its process does so soon, as a rule, and its channel may be one that
+// nobody reads, or its handler a slow one.
+const aloneFor = 3 * time.Second
+
+// alone waits until no other engine of the process has suspects out. leave lets
+// the next go, when it is stored that these are out no more.
+func (r *run) alone() (leave func(), ok bool) {
+	if r.Alone == nil {
+		return func() {}, true
+	}
+	select {
+	case r.Alone <- struct{}{}:
+	case <-r.lease.Done():
+		return nil, false
+	case <-r.Stop.Done():
+		return nil, false
+	}
+	timer := time.AfterFunc(aloneFor, func() { <-r.Alone })
+	return func() {
+		if !timer.Stop() {
+			return
+		}
+		if r.going() {
+			_ = r.Store.Save(r.lease) // once: it must not keep the others waiting
+		}
+		<-r.Alone
+	}, true
+}
