@@ -4,7 +4,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/millrace/watermill-outbox/internal/window"
+	"github.com/millrace/watermill-outbox/internal/delivery"
 )
 
 // Delivery is what is known of a message beside its content. It is in the
@@ -46,20 +46,21 @@ func DeliveryFromCtx(ctx context.Context) (Delivery, bool) {
 type deliveryContext struct {
 	context.Context //nolint:containedctx // is a context
 
-	row     *window.Row
-	attempt int
-	group   string
-	note    errorNote
+	of    delivery.Of
+	group string
+	note  errorNote
 }
 
 func (c *deliveryContext) Value(key any) any {
-	if key == (deliveryKey{}) {
+	switch key {
+	case deliveryKey{}:
 		return Delivery{
-			ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
-			Attempt: c.attempt, Topic: c.row.Topic, ConsumerGroup: c.group,
+			ID: c.of.Row.ID, Era: c.of.Row.Era, OrderingKey: c.of.Row.Key, PublishedAt: c.of.Row.CreatedAt,
+			Attempt: c.of.Attempt, Topic: c.of.Row.Topic, ConsumerGroup: c.group,
 		}
-	}
-	if key == (errorNoteKey{}) {
+	case delivery.OfKey{}:
+		return &c.of
+	case errorNoteKey{}:
 		return &c.note
 	}
 	return c.Context.Value(key)

@@ -91,7 +91,7 @@ type Engine struct {
 	// would be in flight beside them, and count if one ends the process.
 	Alone chan struct{}
 	// Wrap puts what is known of a delivery into its message's context.
-	Wrap func(ctx context.Context, row window.Row, attempt int) context.Context
+	Wrap func(ctx context.Context, row *window.Row, attempt int) context.Context
 	// Reason returns why the handler of a message with such a context failed, nil
 	// if nobody said.
 	Reason func(ctx context.Context) error
@@ -109,7 +109,10 @@ type Engine struct {
 type run struct {
 	*Engine
 
-	lease   context.Context //nolint:containedctx // as long as the run
+	lease context.Context //nolint:containedctx // as long as the run
+	// over is closed when the lease or the subscription ends. One channel for both:
+	// all that is in flight waits for it.
+	over    <-chan struct{}
 	tracker *Tracker
 	// room is signalled when more may be taken in.
 	room chan struct{}
@@ -158,8 +161,11 @@ const (
 // lease's context ends. Nothing is in flight any more when it returns, but
 // handlers that did not end in their grace period.
 func (e *Engine) Run(lease context.Context, tracker *Tracker, pages <-chan window.Page) {
+	over, cancel := context.WithCancel(lease)
+	defer cancel()
+	defer context.AfterFunc(e.Stop, cancel)()
 	r := &run{
-		Engine: e, lease: lease, tracker: tracker, room: make(chan struct{}, 1),
+		Engine: e, lease: lease, over: over.Done(), tracker: tracker, room: make(chan struct{}, 1),
 		queue: newQueue(e.Ordering), retrying: map[*item]Retrying{},
 	}
 	tracker.Changed = r.room
@@ -173,9 +179,7 @@ func (e *Engine) Run(lease context.Context, tracker *Tracker, pages <-chan windo
 			if !r.take(page) {
 				return
 			}
-		case <-lease.Done():
-			return
-		case <-e.Stop.Done():
+		case <-r.over:
 			return
 		}
 	}
@@ -258,9 +262,7 @@ func (r *run) await(ofLog bool) bool {
 		// When it was full, many places are worth waking up for.
 		select {
 		case <-r.room:
-		case <-r.lease.Done():
-			return false
-		case <-r.Stop.Done():
+		case <-r.over:
 			return false
 		}
 	}
@@ -284,7 +286,8 @@ func (r *run) work() {
 		case items[0].suspect:
 			r.try(items)
 		default:
-			r.done(items, r.deliver(items))
+			r.deliver(items)
+			r.done(items)
 		}
 		r.back()
 	}
@@ -315,12 +318,12 @@ func (r *run) next() []*item {
 }
 
 // done notes how the items of a line left the worker.
-func (r *run) done(batch []*item, results []outcome) {
+func (r *run) done(batch []*item) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	blocked := false
-	for i, it := range batch {
-		switch results[i] {
+	for _, it := range batch {
+		switch it.result {
 		case settled:
 			r.pending--
 			r.pendingBytes -= it.size
@@ -351,52 +354,43 @@ func (r *run) back() {
 
 // deliver hands out a batch, of one item as a rule, of which only the first may
 // have a past, and sees to what becomes of it.
-func (r *run) deliver(batch []*item) []outcome {
-	results := make([]outcome, len(batch))
-	for i := range results {
-		results[i] = withdrawn
-	}
-	first, result, ok := r.decided(batch[0])
-	if ok {
+func (r *run) deliver(batch []*item) {
+	if r.decided(batch[0]) {
 		r.giveBack(batch[1:])
-		results[0] = result
-		return results
+		return
 	}
-	metadata := append(make([]map[string]string, 0, len(batch)), first)
-	for _, it := range batch[1:] {
-		decoded, err := it.row.DecodeMetadata()
-		if err != nil {
-			break // its turn comes, alone
-		}
-		metadata = append(metadata, decoded)
+	n := 1
+	for ; n < len(batch) && batch[n].decode() == nil; n++ { //nolint:revive // the rest has its turn, alone
 	}
-	r.giveBack(batch[len(metadata):])
-	r.handOut(batch[:len(metadata)], metadata, results)
-	return results
+	r.giveBack(batch[n:])
+	r.handOut(batch[:n])
 }
 
 // decided sees to an item that is not to be handed out any more, and reports
-// whether it is one. Otherwise metadata are its own.
-func (r *run) decided(it *item) (metadata map[string]string, result outcome, ok bool) {
+// whether it is one. Otherwise its metadata are decoded.
+func (r *run) decided(it *item) bool {
 	if it.attempts > it.before {
 		switch buried, err := r.Store.Buried(r.lease, it.row); {
 		case err != nil:
 			r.Logger.Error("Cannot see whether a message was buried meanwhile; it is delivered", err, r.fields(it))
 		case buried:
 			it.entry.Settled()
+			it.result = settled
 			r.Logger.Info("A message that failed was put among the dead letters by somebody", r.fields(it))
-			return nil, settled, true
+			return true
 		}
 	}
-	metadata, err := it.row.DecodeMetadata()
+	err := it.decode()
 	switch {
 	case err != nil:
-		return nil, r.bury(it, nil, fmt.Sprintf("the stored row cannot become a message: %s", err)), true
+		it.result = r.bury(it, nil, fmt.Sprintf("the stored row cannot become a message: %s", err))
 	case r.exhausted(it):
 		// The last one has ended its process, or was not yet stored as the last.
-		return nil, r.bury(it, poisoned(metadata, nil, lastAttempt), lastAttempt), true
+		it.result = r.bury(it, poisoned(it.metadata, nil, lastAttempt), lastAttempt)
+	default:
+		return false
 	}
-	return metadata, 0, false
+	return true
 }
 
 func (r *run) exhausted(it *item) bool {

@@ -105,7 +105,7 @@ func startAt(t *testing.T, state window.State, unclean bool, change ...func(*del
 			Backoff: backoff.Policy{Min: time.Second, Max: 4 * time.Second},
 		},
 		Out: b.out, Base: context.Background(), Stop: stop,
-		Wrap: func(ctx context.Context, _ window.Row, attempt int) context.Context {
+		Wrap: func(ctx context.Context, _ *window.Row, attempt int) context.Context {
 			return context.WithValue(ctx, reasonKey{}, fmt.Errorf("attempt %d", attempt))
 		},
 		Reason: func(ctx context.Context) error {

@@ -154,8 +154,7 @@ func (r *run) insist(problem string, it *item, try func() error) bool {
 		timer := time.NewTimer(pause)
 		select {
 		case <-timer.C:
-		case <-r.lease.Done():
-		case <-r.Stop.Done():
+		case <-r.over:
 		}
 		timer.Stop()
 	}

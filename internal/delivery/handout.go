@@ -10,6 +10,8 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/millrace/watermill-outbox/internal/window"
 )
 
 // Why a message's context ends, beside its Ack or Nack.
@@ -20,6 +22,17 @@ var (
 	ErrHeldUp    = errors.New("a message before it in its batch was not acked")
 	errLeaseOver = errors.New("the lease ran out before the message was taken from the channel")
 )
+
+// Of is what a message is of: a row, and which of its deliveries. It is in the
+// context of the message, at OfKey, for those parts of this module for which it must
+// cost nothing. What they find may be read while the message is in flight.
+type Of struct {
+	Row     *window.Row
+	Attempt int
+}
+
+// OfKey is where the context of a message has its Of, by a pointer.
+type OfKey struct{}
 
 // handout is what a worker has in flight: a message, or the batch of a line.
 type handout struct {
@@ -40,57 +53,75 @@ type handed struct {
 	cancel context.CancelCauseFunc
 }
 
-// handOut sends messages, sees to what becomes of each, in their order, and says
-// so in results. What is behind one that is not acked is withdrawn, unless it is
-// acked by then.
-func (r *run) handOut(batch []*item, metadata []map[string]string, results []outcome) {
-	if r.Slots != nil {
-		select {
-		case r.Slots <- struct{}{}:
-			defer func() { <-r.Slots }()
-		case <-r.lease.Done():
-			results[0] = stopped
-			return
-		case <-r.Stop.Done():
-			results[0] = stopped
-			return
-		}
+// handOut sends messages and sees to what becomes of each, in their order. What is
+// behind one that is not acked is withdrawn, unless it is acked by then.
+func (r *run) handOut(batch []*item) {
+	for _, it := range batch {
+		it.result = withdrawn
 	}
-	if !r.going() {
-		results[0] = stopped
+	if !r.enter() {
+		batch[0].result = stopped
 		return
 	}
+	defer r.leave()
 	h := &handout{run: r, out: make([]handed, len(batch))}
 	for i, it := range batch {
-		// A handler may change its message, of which others and the next delivery
-		// have to know nothing.
-		msg := message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
-		msg.Metadata = metadata[i]
-		ctx, cancel := context.WithCancelCause(r.Base)
-		h.out[i] = handed{item: it, msg: msg, ctx: r.Wrap(ctx, it.row, it.attempts+1), cancel: cancel}
-		msg.SetContext(h.out[i].ctx)
+		h.out[i] = r.hand(it)
 	}
 	defer h.cancelFrom(0, context.Canceled)
 	if !h.send() {
-		results[0] = stopped
+		batch[0].result = stopped
 		return
 	}
 	if !r.Valid() {
 		// They waited to be taken for longer than the lease was good.
 		h.cancelFrom(0, cmp.Or(context.Cause(r.lease), errLeaseOver))
 	}
-	for i := range h.out {
-		result := h.outcome(i)
-		if result == settled {
-			h.out[i].cancel(context.Canceled)
-			h.out[i].entry.Settled()
-			results[i] = settled
-			continue
+	for i, m := range h.out {
+		m.result = h.outcome(i)
+		if m.result != settled {
+			h.withdraw(i + 1)
+			m.result = r.judge(m)
+			return
 		}
-		h.withdraw(i+1, results)
-		results[i] = r.judge(h.out[i], result)
-		return
+		m.cancel(context.Canceled)
+		m.entry.Settled()
 	}
+}
+
+// enter waits for a place among all that is in flight, and reports whether
+// anything may be handed out.
+func (r *run) enter() bool {
+	if r.Slots != nil {
+		select {
+		case r.Slots <- struct{}{}:
+		case <-r.over:
+			return false
+		}
+	}
+	if !r.going() {
+		r.leave()
+		return false
+	}
+	return true
+}
+
+func (r *run) leave() {
+	if r.Slots != nil {
+		<-r.Slots
+	}
+}
+
+// hand makes the message of an item.
+func (r *run) hand(it *item) handed {
+	// A handler may change its message, of which others and the next delivery
+	// have to know nothing.
+	msg := message.NewMessage(it.row.UUID, bytes.Clone(it.row.Payload))
+	msg.Metadata, it.metadata = it.metadata, nil
+	ctx, cancel := context.WithCancelCause(r.Base)
+	ctx = r.Wrap(ctx, &it.row, it.attempts+1)
+	msg.SetContext(ctx)
+	return handed{item: it, msg: msg, ctx: ctx, cancel: cancel}
 }
 
 // cancelFrom ends the contexts of those from the i-th on.
@@ -115,9 +146,7 @@ func (h *handout) send() bool {
 	select {
 	case h.Out <- one:
 	case h.Batches <- messages:
-	case <-h.lease.Done():
-		return false
-	case <-h.Stop.Done():
+	case <-h.over:
 		return false
 	}
 	return true
@@ -145,8 +174,7 @@ func (h *handout) outcome(i int) outcome {
 		m.cancel(ErrAckDeadline)
 		var grace grace
 		return h.grant(i, &grace, overdue)
-	case <-h.lease.Done():
-	case <-h.Stop.Done():
+	case <-h.over:
 	}
 	// The end is near: of the subscription, which gives the handler its grace,
 	// or of the lease, when the ack counts for nothing but the handler is given
@@ -191,7 +219,7 @@ func (h *handout) grant(i int, grace *grace, otherwise outcome) outcome {
 }
 
 // withdraw takes back those from the i-th on, since the one before was not acked.
-func (h *handout) withdraw(i int, results []outcome) {
+func (h *handout) withdraw(i int) {
 	var grace grace
 	if !h.going() {
 		grace = h.end // which has begun
@@ -201,7 +229,7 @@ func (h *handout) withdraw(i int, results []outcome) {
 	for ; i < len(h.out); i++ {
 		if h.grant(i, &grace, withdrawn) == settled {
 			h.out[i].entry.Settled()
-			results[i] = settled
+			h.out[i].result = settled
 		} else {
 			items = append(items, h.out[i].item)
 		}
@@ -220,10 +248,10 @@ func (r *run) giveBack(items []*item) {
 }
 
 // judge sees to what follows for one that was not acked.
-func (r *run) judge(h handed, result outcome) outcome {
+func (r *run) judge(h handed) outcome {
 	failure := r.Reason(h.ctx)
 	msg := h.msg
-	switch result {
+	switch h.result {
 	case nacked:
 	case overdue:
 		failure = cmp.Or(failure, ErrAckDeadline)
@@ -231,7 +259,7 @@ func (r *run) judge(h handed, result outcome) outcome {
 			msg = nil // its handler may be changing it
 		}
 	case settled, stopped, again, withdrawn:
-		return result
+		return h.result
 	}
 	return r.failed(h.item, msg, failure)
 }

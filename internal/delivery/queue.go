@@ -46,6 +46,16 @@ type item struct {
 	failingSince time.Time
 	// timer ends its pause.
 	timer *time.Timer
+	// metadata are those of the message that is about to be made of it, and result
+	// is what became of the last one.
+	metadata map[string]string
+	result   outcome
+}
+
+// decode makes the metadata of the next message of an item.
+func (it *item) decode() (err error) {
+	it.metadata, err = it.row.DecodeMetadata()
+	return err
 }
 
 // queue holds the items that were taken in and are not in flight. Of each line

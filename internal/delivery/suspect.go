@@ -28,49 +28,45 @@ func (r *run) wave(suspects []*item) []*item {
 	return suspects
 }
 
-// try delivers suspects: one, or some together. When they are out is stored, so
-// that their next time is known to be the second if the process ends of it. If
-// there were several, each goes out by itself then, and that counts.
+// try delivers suspects: one, or some together. That they are out is stored first,
+// so that this is known to be the second time if the process ends of it. If there
+// were several, each goes out by itself then, and that counts.
 func (r *run) try(suspects []*item) {
-	results := make([]outcome, len(suspects))
-	metadata := make([]map[string]string, len(suspects))
-	var out []int
-	for i, it := range suspects {
-		var ok bool
-		if metadata[i], results[i], ok = r.decided(it); !ok {
-			results[i] = stopped
-			out = append(out, i)
+	out := make([]*item, 0, len(suspects))
+	for _, it := range suspects {
+		if !r.decided(it) {
+			it.result = stopped
+			out = append(out, it)
 		}
 	}
 	if len(out) > 0 {
-		r.tryOut(suspects, out, metadata, results)
+		r.tryOut(out)
 	}
-	for i, it := range suspects {
+	for _, it := range suspects {
 		it.suspect = false // whatever it did, the process lives
-		r.done([]*item{it}, results[i:i+1])
+		r.done([]*item{it})
 	}
 }
 
-// tryOut delivers those of the suspects that are named by their places in out.
-func (r *run) tryOut(suspects []*item, out []int, metadata []map[string]string, results []outcome) {
+func (r *run) tryOut(out []*item) {
 	leave, ok := r.alone()
 	if !ok {
 		return
 	}
 	defer leave()
-	for _, i := range out {
-		r.accuse(suspects[i], len(out) > 1)
+	for _, it := range out {
+		r.accuse(it, len(out) > 1)
 	}
-	if r.insist("Cannot store which messages are tried", suspects[out[0]], func() error { return r.Store.Save(r.lease) }) {
+	if r.insist("Cannot store which messages are tried", out[0], func() error { return r.Store.Save(r.lease) }) {
 		var delivering sync.WaitGroup
-		for _, i := range out {
-			delivering.Go(func() { r.handOut(suspects[i:i+1], metadata[i:i+1], results[i:i+1]) })
+		for i := range out {
+			delivering.Go(func() { r.handOut(out[i : i+1]) })
 		}
 		delivering.Wait()
 	}
-	for _, i := range out {
-		if results[i] != settled {
-			suspects[i].entry.Acquit(suspects[i].attempts - suspects[i].before)
+	for _, it := range out {
+		if it.result != settled {
+			it.entry.Acquit(it.attempts - it.before)
 		}
 	}
 }
@@ -104,9 +100,7 @@ func (r *run) alone() (leave func(), ok bool) {
 	}
 	select {
 	case r.Alone <- struct{}{}:
-	case <-r.lease.Done():
-		return nil, false
-	case <-r.Stop.Done():
+	case <-r.over:
 		return nil, false
 	}
 	timer := time.AfterFunc(aloneFor, func() { <-r.Alone })
