@@ -61,7 +61,8 @@ type SubscriptionStatus struct {
 	// Reason says why it left the WAL the last time, "" if it never was there
 	// or is there again.
 	Reason string
-	// Err is why the last attempt to read failed, nil after one that did not.
+	// Err is why the last attempt to read failed, nil after one that did not; it
+	// matches ErrOtherTopics while the group's cursor is over other topics.
 	Err error
 	// Retrying are the messages that failed and wait in place for their next
 	// delivery, those that have failed for longest first, at most MaxRetrying of
@@ -202,6 +203,13 @@ func (s *subscriptionStatus) get() SubscriptionStatus {
 	status.Retrying = status.Retrying[:min(len(status.Retrying), MaxRetrying)]
 	slices.SortFunc(status.Shards, func(a, b ShardStatus) int { return cmp.Compare(a.Shard, b.Shard) })
 	return status
+}
+
+// refused notes why it can have no shard, nil if it can.
+func (s *subscriptionStatus) refused(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.idle.Err = err
 }
 
 // hold notes that a shard was taken.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/window"
 )
 
@@ -15,7 +16,9 @@ const MaxTopics = 100
 // ErrOtherTopics is returned by SubscribeBatches when the consumer group has a
 // cursor over other topics: what one selects and the other does not would be
 // passed over without being delivered. Choose another ConsumerGroup for other
-// topics.
+// topics. A subscription that has begun comes to it when its cursor was removed
+// and others made one: SubscriptionStatus.Err matches it as long as that is so,
+// and nothing is delivered.
 var ErrOtherTopics = errors.New("outbox: the consumer group reads other topics")
 
 // Topics selects the topics of a subscription to many, see
@@ -68,6 +71,16 @@ func (t Topics) Validate() error {
 		return t.problem
 	case len(t.patterns) == 0:
 		return errors.New("outbox: no topics are selected: use AllTopics, ListTopics or MatchTopics")
+	}
+	return nil
+}
+
+// otherTopics returns what says so matched by ErrOtherTopics, and any other error
+// as nil.
+func otherTopics(err error) error {
+	var other *cursor.OtherTopicsError
+	if errors.As(err, &other) {
+		return fmt.Errorf("%w: %w", ErrOtherTopics, other)
 	}
 	return nil
 }

@@ -42,6 +42,8 @@ type Row struct {
 	Ending bool
 	// Reshard is the number of shards that was asked for, 0 if none was.
 	Reshard int
+	// Patterns are those of its topics, nil for one topic.
+	Patterns []string
 	// Holder is "" if nobody holds it. Alive says that the holder has a beat.
 	Holder string
 	Alive  bool
@@ -74,7 +76,7 @@ func (s *Store) Look(ctx context.Context, db Querier, topics []Topic, all bool) 
 	var subscriptions int
 	var beat *int64
 	if _, err := pgx.ForEachRow(rows, []any{
-		&row.Key.Group, &row.Key.Topic, &row.Key.Shard, &row.Base, &row.Shards, &row.Ending, &row.Reshard, &subscriptions, &row.Holder, &beat,
+		&row.Key.Group, &row.Key.Topic, &row.Key.Shard, &row.Base, &row.Shards, &row.Ending, &row.Reshard, &subscriptions, &row.Holder, &beat, &row.Patterns,
 	}, func() error {
 		if row.Alive = beat != nil; row.Alive {
 			look.Beats[row.Holder] = *beat
