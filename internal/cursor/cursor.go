@@ -54,7 +54,7 @@ func (k Key) Of() Topic { return Topic{Group: k.Group, Topic: k.Topic} }
 
 // String returns the key for logs and errors.
 func (k Key) String() string {
-	return fmt.Sprintf("group %q, topic %q, shard %d", k.Group, k.Topic, k.Shard)
+	return fmt.Sprintf("%s, shard %d", k.Of(), k.Shard)
 }
 
 // Wanted is a cursor to take if it is over these topics.
@@ -95,6 +95,9 @@ type Write struct {
 	// it is not stored.
 	Life    window.Life
 	Release bool
+	// Patterns are those of the cursor's topics, nil for one topic. Finish alone
+	// asks for them.
+	Patterns []string
 }
 
 // Querier runs one query.
@@ -111,27 +114,31 @@ type DB interface {
 // Store runs the statements for one schema on behalf of one process. It is safe
 // for concurrent use.
 type Store struct {
-	holder                                                  string
-	ensure, claim, save, beat, leave, boot, sweep           string
-	look, join, bury, reshard, exists, lock, change, finish string
-	settle, buried                                          string
+	holder                                          string
+	ensure, claim, save, beat, leave, boot, sweep   string
+	look, join, bury, reshard, exists, lock, change string
+	settle, buried                                  string
+	finishOne, finishMany                           string
 }
 
 // NewStore returns the store of the process that calls itself holder, a name
 // that no other process may have.
 func NewStore(schemaName, holder string) *Store {
-	text := func(file string) string {
+	read := func(file string) string {
 		content, err := queries.ReadFile("queries/" + file + ".sql")
 		if err != nil {
 			panic(err) // embedded: cannot be missing
 		}
-		return schema.Text(schemaName, string(content))
+		return string(content)
 	}
+	text := func(file string) string { return schema.Text(schemaName, read(file)) }
+	filled := func(file string, many bool) string { return schema.Text(schemaName, window.Fill(read(file), many)) }
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
 		beat: text("beat"), leave: text("leave"), boot: text("boot"), sweep: text("sweep"),
 		look: text("look"), join: text("join"), bury: text("bury"), reshard: text("reshard"), exists: text("exists"),
-		lock: text("lock"), change: text("switch"), finish: text("finish"), settle: text("settle"), buried: text("buried"),
+		lock: text("lock"), change: text("switch"), settle: text("settle"), buried: text("buried"),
+		finishOne: filled("finish", false), finishMany: filled("finish", true),
 	}
 }
 

@@ -915,7 +915,7 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w", l.Key, err)
 	}
-	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
+	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true, Patterns: l.seat.patterns}
 	l.mu.Lock()
 	if l.source != nil {
 		write.State, _, _ = l.source.State()
