@@ -78,8 +78,10 @@ const MaxRetrying = 100
 // RetryingMessage is one that failed and waits for its next delivery.
 type RetryingMessage struct {
 	// ID and Era identify the stored message, see Delivery.
-	ID          int64
-	Era         int64
+	ID  int64
+	Era int64
+	// Topic is the message's own, whatever the subscription selects.
+	Topic       string
 	UUID        string
 	OrderingKey string
 	// Attempts is how many deliveries have failed, Err why the last did, nil if
@@ -192,7 +194,7 @@ func (s *subscriptionStatus) get() SubscriptionStatus {
 			status.RetryingCount += n
 			for _, r := range list {
 				status.Retrying = append(status.Retrying, RetryingMessage{
-					ID: r.Row.ID, Era: r.Row.Era, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
+					ID: r.Row.ID, Era: r.Row.Era, Topic: r.Row.Topic, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
 					Attempts: r.Attempts, Err: r.Err, Since: r.Since, Next: r.Next,
 				})
 			}

@@ -3,6 +3,7 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/millrace/watermill-outbox/internal/cursor"
@@ -34,8 +35,10 @@ type Topics struct {
 // AllTopics selects every topic, those that are published to later included.
 func AllTopics() Topics { return MatchTopics("*") }
 
-// ListTopics selects the topics of these names, at most MaxTopics.
+// ListTopics selects the topics of these names, at most MaxTopics; a name that is
+// given twice counts once, and their order does not matter.
 func ListTopics(names ...string) Topics {
+	names = slices.Compact(slices.Sorted(slices.Values(names)))
 	t := Topics{text: strings.Join(names, ", ")}
 	for _, name := range names {
 		t.patterns = append(t.patterns, window.Pattern{name})
@@ -51,7 +54,8 @@ func ListTopics(names ...string) Topics {
 
 // MatchTopics selects the topics that match the pattern, those that are published
 // to later included: a * stands for any characters, or none, and everything else
-// for itself. It must be a topic's name otherwise, see ValidateTopic.
+// for itself. Several in a row are one. It must be a topic's name otherwise, see
+// ValidateTopic.
 func MatchTopics(pattern string) Topics {
 	return Topics{patterns: []window.Pattern{strings.Split(pattern, "*")}, text: pattern, problem: ValidateTopic(pattern)}
 }
