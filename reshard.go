@@ -27,21 +27,32 @@ import (
 // DefaultConsumerGroup; one that never subscribed to the topic is
 // ErrUnknownGroup. SubscriberConfig.Shards has no part in it.
 func (c *Consumer) Reshard(ctx context.Context, group, topic string, shards int) error {
-	if shards < 1 || shards > MaxShards {
-		return fmt.Errorf("outbox: Reshard: shards must be between 1 and %d, is %d", MaxShards, shards)
-	}
 	if err := ValidateTopic(topic); err != nil {
 		return err
 	}
+	return c.reshard(ctx, cursor.Topic{Group: group, Topic: topic}, shards)
+}
+
+// ReshardBatches is Reshard for the topics that a consumer group reads together,
+// by Subscriber.SubscribeBatches: whatever they are, for a group has one such
+// selection. One that never subscribed so is ErrUnknownGroup.
+func (c *Consumer) ReshardBatches(ctx context.Context, group string, shards int) error {
+	return c.reshard(ctx, cursor.Topic{Group: group}, shards)
+}
+
+func (c *Consumer) reshard(ctx context.Context, of cursor.Topic, shards int) error {
+	if shards < 1 || shards > MaxShards {
+		return fmt.Errorf("outbox: Reshard: shards must be between 1 and %d, is %d", MaxShards, shards)
+	}
+	of.Group = cmp.Or(of.Group, DefaultConsumerGroup)
 	ctx, cancel := context.WithTimeout(ctx, c.config.QueryTimeout)
 	defer cancel()
-	of := cursor.Topic{Group: cmp.Or(group, DefaultConsumerGroup), Topic: topic}
 	err := c.store.Reshard(ctx, c.db, of, shards)
 	switch {
 	case errors.Is(err, cursor.ErrUnknown):
-		return fmt.Errorf("%w: group %q, topic %q", ErrUnknownGroup, of.Group, topic)
+		return fmt.Errorf("%w: %s", ErrUnknownGroup, of)
 	case err != nil:
-		return fmt.Errorf("outbox: reshard topic %q: %w", topic, explain(err, c.config.Schema))
+		return fmt.Errorf("outbox: reshard %s: %w", of, explain(err, c.config.Schema))
 	}
 	c.leases.LookAt(of)
 	return nil

@@ -61,7 +61,8 @@ type SubscriptionStatus struct {
 	// Reason says why it left the WAL the last time, "" if it never was there
 	// or is there again.
 	Reason string
-	// Err is why the last attempt to read failed, nil after one that did not.
+	// Err is why the last attempt to read failed, nil after one that did not; it
+	// matches ErrOtherTopics while the group's cursor is over other topics.
 	Err error
 	// Retrying are the messages that failed and wait in place for their next
 	// delivery, those that have failed for longest first, at most MaxRetrying of
@@ -77,8 +78,10 @@ const MaxRetrying = 100
 // RetryingMessage is one that failed and waits for its next delivery.
 type RetryingMessage struct {
 	// ID and Era identify the stored message, see Delivery.
-	ID          int64
-	Era         int64
+	ID  int64
+	Era int64
+	// Topic is the message's own, whatever the subscription selects.
+	Topic       string
 	UUID        string
 	OrderingKey string
 	// Attempts is how many deliveries have failed, Err why the last did, nil if
@@ -191,7 +194,7 @@ func (s *subscriptionStatus) get() SubscriptionStatus {
 			status.RetryingCount += n
 			for _, r := range list {
 				status.Retrying = append(status.Retrying, RetryingMessage{
-					ID: r.Row.ID, Era: r.Row.Era, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
+					ID: r.Row.ID, Era: r.Row.Era, Topic: r.Row.Topic, UUID: r.Row.UUID, OrderingKey: r.Row.Key,
 					Attempts: r.Attempts, Err: r.Err, Since: r.Since, Next: r.Next,
 				})
 			}
@@ -202,6 +205,13 @@ func (s *subscriptionStatus) get() SubscriptionStatus {
 	status.Retrying = status.Retrying[:min(len(status.Retrying), MaxRetrying)]
 	slices.SortFunc(status.Shards, func(a, b ShardStatus) int { return cmp.Compare(a.Shard, b.Shard) })
 	return status
+}
+
+// refused notes why it can have no shard, nil if it can.
+func (s *subscriptionStatus) refused(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.idle.Err = err
 }
 
 // hold notes that a shard was taken.

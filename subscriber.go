@@ -3,7 +3,6 @@ package outbox
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -229,11 +228,10 @@ func (s *Subscriber) initialize(ctx context.Context, topics window.Topics, name 
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
 	shards, err := s.consumer.store.Ensure(ctx, s.consumer.db, s.key(topics), topics.Like(), s.config.Shards, s.config.StartFrom == StartLatest)
-	var other *cursor.OtherTopicsError
-	switch {
-	case errors.As(err, &other):
-		return fmt.Errorf("%w: %w", ErrOtherTopics, other)
-	case err != nil:
+	if other := otherTopics(err); other != nil {
+		return other
+	}
+	if err != nil {
 		return fmt.Errorf("outbox: subscribe to topic %q: %w", name, explain(err, s.consumer.config.Schema))
 	}
 	if shards > 0 && shards != s.config.Shards && s.config.Shards > 1 {

@@ -40,7 +40,7 @@ type subscription struct {
 
 // run returns when stop has ended and nothing is in flight any more.
 func (s *subscription) run(stop context.Context) {
-	seat, err := s.consumer.leases.Join(s.key)
+	seat, err := s.consumer.leases.Join(s.key, s.topics.Like(), s.refused)
 	if err != nil {
 		return // the Consumer is closed
 	}
@@ -55,6 +55,16 @@ func (s *subscription) run(stop context.Context) {
 		}
 		holding.Go(func() { s.hold(stop, held) })
 	}
+}
+
+// refused notes that the group's cursor is over other topics, or with nil that it
+// no longer is.
+func (s *subscription) refused(err error) {
+	if other := otherTopics(err); other != nil {
+		s.logger.Error("The cursor of the group is over other topics; nothing is delivered", other, nil)
+		err = other
+	}
+	s.status.refused(err)
 }
 
 // hold delivers from one shard until its lease ends or is recalled, or stop ends.
@@ -123,6 +133,9 @@ func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) err
 		return err
 	}
 	_, err = s.consumer.store.Ensure(ctx, s.consumer.db, s.key, s.topics.Like(), held.Shards, false)
+	if otherTopics(err) != nil {
+		return nil // the cursors are others' now; refused says so
+	}
 	return err
 }
 

@@ -3,8 +3,10 @@ package outbox
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
+	"github.com/millrace/watermill-outbox/internal/cursor"
 	"github.com/millrace/watermill-outbox/internal/window"
 )
 
@@ -15,7 +17,9 @@ const MaxTopics = 100
 // ErrOtherTopics is returned by SubscribeBatches when the consumer group has a
 // cursor over other topics: what one selects and the other does not would be
 // passed over without being delivered. Choose another ConsumerGroup for other
-// topics.
+// topics. A subscription that has begun comes to it when its cursor was removed
+// and others made one: SubscriptionStatus.Err matches it as long as that is so,
+// and nothing is delivered.
 var ErrOtherTopics = errors.New("outbox: the consumer group reads other topics")
 
 // Topics selects the topics of a subscription to many, see
@@ -31,8 +35,10 @@ type Topics struct {
 // AllTopics selects every topic, those that are published to later included.
 func AllTopics() Topics { return MatchTopics("*") }
 
-// ListTopics selects the topics of these names, at most MaxTopics.
+// ListTopics selects the topics of these names, at most MaxTopics; a name that is
+// given twice counts once, and their order does not matter.
 func ListTopics(names ...string) Topics {
+	names = slices.Compact(slices.Sorted(slices.Values(names)))
 	t := Topics{text: strings.Join(names, ", ")}
 	for _, name := range names {
 		t.patterns = append(t.patterns, window.Pattern{name})
@@ -48,7 +54,8 @@ func ListTopics(names ...string) Topics {
 
 // MatchTopics selects the topics that match the pattern, those that are published
 // to later included: a * stands for any characters, or none, and everything else
-// for itself. It must be a topic's name otherwise, see ValidateTopic.
+// for itself. Several in a row are one. It must be a topic's name otherwise, see
+// ValidateTopic.
 func MatchTopics(pattern string) Topics {
 	return Topics{patterns: []window.Pattern{strings.Split(pattern, "*")}, text: pattern, problem: ValidateTopic(pattern)}
 }
@@ -68,6 +75,16 @@ func (t Topics) Validate() error {
 		return t.problem
 	case len(t.patterns) == 0:
 		return errors.New("outbox: no topics are selected: use AllTopics, ListTopics or MatchTopics")
+	}
+	return nil
+}
+
+// otherTopics returns what says so matched by ErrOtherTopics, and any other error
+// as nil.
+func otherTopics(err error) error {
+	var other *cursor.OtherTopicsError
+	if errors.As(err, &other) {
+		return fmt.Errorf("%w: %w", ErrOtherTopics, other)
 	}
 	return nil
 }

@@ -159,7 +159,7 @@ func TestLeaseEndsBeforeOthersMayTakeIt(t *testing.T) {
 	wg.Go(func() { manager.Run(ctx) })
 	defer wg.Wait()
 	defer cancel()
-	seat, err := manager.Join(key.Of())
+	seat, err := manager.Join(key.Of(), nil, func(error) {})
 	require.NoError(t, err)
 	held, err := seat.Acquire(ctx)
 	require.NoError(t, err)
@@ -187,7 +187,7 @@ func TestClaimDoesNotTakeFromAProcessThatJustBegan(t *testing.T) {
 	slow := strings.Replace(string(content), condition,
 		"WHERE (SELECT pg_advisory_xact_lock_shared(42)) IS NOT NULL AND c.holder IS NULL OR c.holder = $1::text\n", 1)
 	claim := func(text, holder string) ([]string, error) {
-		rows, err := f.pool.Query(context.Background(), f.sql(text), holder, []string{"group"}, []string{"topic"}, []int{0}, []string{}, []int64{})
+		rows, err := f.pool.Query(context.Background(), f.sql(text), holder, []string{"group"}, []string{"topic"}, []int{0}, []string{}, []int64{}, []*string{nil})
 		if err != nil {
 			return nil, err
 		}

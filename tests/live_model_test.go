@@ -222,7 +222,7 @@ func (r *liveReader) save() {
 // claim forgets everything but the stored cursor.
 func (r *liveReader) claim() {
 	r.restarts++
-	held, err := r.store.Claim(context.Background(), r.f.pool, []cursor.Key{r.key}, nil)
+	held, err := r.store.Claim(context.Background(), r.f.pool, []cursor.Wanted{{Key: r.key}}, nil)
 	if !assert.NoError(r.t, err) || !assert.Len(r.t, held, 1) || !assert.NoError(r.t, held[0].Err) {
 		return
 	}

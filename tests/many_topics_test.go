@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -196,17 +197,59 @@ func TestManyTopicsOfAGroupAreFixed(t *testing.T) {
 	consumer := f.consumer(nil)
 	f.subscribeBatches(consumer, outbox.SubscriberConfig{}, outbox.ListTopics("a", "b"))
 	f.subscribeBatches(consumer, outbox.SubscriberConfig{}, outbox.ListTopics("b", "a", "a"))
+	for _, same := range [][]outbox.Topics{
+		{outbox.AllTopics(), outbox.MatchTopics("*"), outbox.MatchTopics("**"), outbox.MatchTopics("***")},
+		{outbox.MatchTopics("a*b"), outbox.MatchTopics("a**b")},
+		{outbox.MatchTopics("*a*"), outbox.MatchTopics("**a**")},
+		{outbox.MatchTopics("a"), outbox.ListTopics("a"), outbox.ListTopics("a", "a")},
+	} {
+		for _, topics := range same {
+			f.subscribeBatches(consumer, outbox.SubscriberConfig{ConsumerGroup: same[0].String()}, topics)
+		}
+	}
 	subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{}, nil)
 	require.NoError(t, err)
 	_, err = subscriber.SubscribeBatches(t.Context(), outbox.ListTopics("a", "b", "c"), 1)
 	require.ErrorIs(t, err, outbox.ErrOtherTopics)
+	var names [outbox.MaxTopics + 1]string
+	for i := range names {
+		names[i] = fmt.Sprint("topic ", i)
+	}
+	require.NoError(t, outbox.ListTopics(slices.Concat(names[:outbox.MaxTopics], names[:1])...).Validate(), "none counts twice")
 	for name, topics := range map[string]outbox.Topics{
 		"none": {}, "no list": outbox.ListTopics(), "an empty name": outbox.ListTopics("a", ""), "no pattern": outbox.MatchTopics(""),
-		"too many": outbox.ListTopics(make([]string, outbox.MaxTopics+1)...),
+		"too many": outbox.ListTopics(names[:]...),
 	} {
 		_, err := subscriber.SubscribeBatches(t.Context(), topics, 1)
 		require.Error(t, err, name)
+		require.NotErrorIs(t, err, outbox.ErrOtherTopics, name)
 	}
 	_, err = subscriber.SubscribeBatches(t.Context(), outbox.AllTopics(), 0)
 	require.ErrorContains(t, err, "limit")
+}
+
+// A message that is being retried could have been any topic's.
+func TestManyTopicsStatusNamesTheTopicOfARetry(t *testing.T) {
+	t.Parallel()
+
+	everyMode(t, func(t *testing.T, mode outbox.Mode) {
+		f := newFixture(t)
+		consumer := f.consumer(func(c *outbox.ConsumerConfig) { c.Mode = mode })
+		_, batches := f.subscribeBatches(consumer, outbox.SubscriberConfig{
+			Ordering: outbox.OrderingByKey, Retry: outbox.RetryConfig{MinBackoff: time.Hour, MaxBackoff: time.Hour},
+		}, outbox.MatchTopics("orders.*"))
+		if mode != outbox.ModePoll {
+			awaitLive(t, consumer)
+		}
+		for _, topic := range []string{"orders.new", "orders.paid"} {
+			f.publishTo(topic, "k", 1)
+			nextBatch(t, batches)[0].Nack()
+		}
+		require.Eventually(t, func() bool { return consumer.Status().Subscriptions[0].RetryingCount == 2 }, waitFor, time.Millisecond)
+		var topics []string
+		for _, retrying := range consumer.Status().Subscriptions[0].Retrying {
+			topics = append(topics, retrying.Topic)
+		}
+		require.Equal(t, []string{"orders.new", "orders.paid"}, topics)
+	})
 }

@@ -23,7 +23,7 @@ type hotQuery struct {
 	in    map[string]string
 	// values of its parameters; see planValues.
 	values func(v planValues) []string
-	// many says that it is for many topics.
+	// many is set where it is explained: as it reads many topics, not one.
 	many bool
 }
 
@@ -49,31 +49,31 @@ const (
 )
 
 var hotQueries = []hotQuery{
-	{"internal/window/queries/open.sql", byEra, map[string]string{"CTE late_xid": byXid, "CTE late": byXid}, func(v planValues) []string {
+	{file: "internal/window/queries/open.sql", index: byEra, in: map[string]string{"CTE late_xid": byXid, "CTE late": byXid}, values: func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", quote(v.p), fmt.Sprint(v.floor), "1000", "1000000", "0", fmt.Sprint(v.shards), noEnd}
-	}, false},
-	{"internal/window/queries/main.sql", byEra, nil, func(v planValues) []string {
+	}},
+	{file: "internal/window/queries/main.sql", index: byEra, values: func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprint(v.floor), fmt.Sprint(v.top), quote(v.p), quote(v.c), "0", fmt.Sprint(v.shards)}
-	}, false},
-	{"internal/window/queries/late.sql", byXid, nil, func(v planValues) []string {
+	}},
+	{file: "internal/window/queries/late.sql", index: byXid, values: func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", "0", fmt.Sprint(v.floor), v.xids, "0", fmt.Sprint(v.shards)}
-	}, false},
-	{"internal/window/queries/late_xids.sql", byXid, nil, func(v planValues) []string {
+	}},
+	{file: "internal/window/queries/late_xids.sql", index: byXid, values: func(v planValues) []string {
 		return []string{"'topic 1'", quote(v.p), quote(v.c), fmt.Sprint(v.floor)}
-	}, false},
-	{"internal/window/queries/holes.sql", byEra, nil, func(v planValues) []string {
+	}},
+	{file: "internal/window/queries/holes.sql", index: byEra, values: func(v planValues) []string {
 		return []string{"'topic 1'", "'group'", "1000", "1000000", fmt.Sprintf("array[%d, %d]", v.era, v.era), fmt.Sprintf("array[%d, %d]", v.floor, v.top)}
-	}, false},
-	{"internal/watch/queries/watch.sql", byXid, nil, func(v planValues) []string {
+	}},
+	{file: "internal/watch/queries/watch.sql", index: byXid, values: func(v planValues) []string {
 		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']", "array['topic%']"}
-	}, false},
-	{"internal/window/queries/past.sql", byEra, nil, func(v planValues) []string {
+	}},
+	{file: "internal/window/queries/past.sql", index: byEra, values: func(v planValues) []string {
 		return []string{
 			"'topic 1'", "'group'", "1000", "1000000", "(-9223372036854775808)::bigint", "0",
 			fmt.Sprintf("array[%d]", v.era-1), "array['3:3:']", "array['1:1:']", "array[0]", "3000",
 			"0", fmt.Sprint(v.shards), "NULL", "'1:1:'",
 		}
-	}, false},
+	}},
 }
 
 func quote(text string) string { return "'" + text + "'" }
@@ -155,14 +155,20 @@ func TestPlansWithDefaultSettings(t *testing.T) {
 // any.
 func (f *fixture) explainAll(t *testing.T, settings map[string]string, values planValues, check func(*testing.T, hotQuery, plan)) {
 	for _, q := range hotQueries {
-		for _, mode := range []string{"force_generic_plan", "force_custom_plan", "force_custom_plan of 8 shards", "force_generic_plan of many topics", "force_custom_plan of many topics"} {
-			t.Run(filepath.Base(q.file)+" "+mode, func(t *testing.T) {
-				values := values
-				values.shards = 1
-				if before, ok := strings.CutSuffix(mode, " of 8 shards"); ok {
-					mode, values.shards = before, 8
-				}
-				mode, q.many = strings.CutSuffix(mode, " of many topics")
+		for _, c := range []struct {
+			mode   string
+			shards int
+			many   bool
+		}{
+			{mode: "force_generic_plan", shards: 1},
+			{mode: "force_custom_plan", shards: 1},
+			{mode: "force_custom_plan", shards: 8},
+			{mode: "force_generic_plan", shards: 1, many: true},
+			{mode: "force_custom_plan", shards: 1, many: true},
+		} {
+			t.Run(fmt.Sprintf("%s %s of %d shards, many topics %t", filepath.Base(q.file), c.mode, c.shards, c.many), func(t *testing.T) {
+				q, values := q, values
+				q.many, values.shards = c.many, c.shards
 				arguments := q.values(values)
 				if q.many && arguments[0] == "'topic 1'" {
 					arguments[0] = "array['topic%']"
@@ -173,7 +179,7 @@ func (f *fixture) explainAll(t *testing.T, settings map[string]string, values pl
 					require.NoError(t, err)
 				}
 				f.prepare(t, conn, q.file, q.many)
-				_, err := conn.Exec(t.Context(), "SELECT set_config('plan_cache_mode', $1, false)", mode)
+				_, err := conn.Exec(t.Context(), "SELECT set_config('plan_cache_mode', $1, false)", c.mode)
 				require.NoError(t, err)
 				check(t, q, explain(t, conn, "", "hot", arguments))
 			})

@@ -82,7 +82,7 @@ func TestVerdictThatIsSentAgainWhileItIsStored(t *testing.T) {
 			store, key := cursor.NewStore(oddSchema, "holder"), cursor.Key{Group: "group", Topic: "topic"}
 			f.ensure(t, store, key)
 			require.NoError(t, store.MarkLife(t.Context(), f.pool))
-			held, err := store.Claim(t.Context(), f.pool, []cursor.Key{key}, nil)
+			held, err := store.Claim(t.Context(), f.pool, []cursor.Wanted{{Key: key}}, nil)
 			require.NoError(t, err)
 			require.Len(t, held, 1)
 			write := cursor.Write{Key: key, Epoch: held[0].Epoch, Life: held[0].Life, State: held[0].State}

@@ -225,7 +225,7 @@ func (r *modelRun) save(key cursor.Key) {
 // restart forgets everything but the stored cursor.
 func (r *modelRun) restart(key cursor.Key) {
 	r.restarts++
-	held, err := r.store.Claim(r.t.Context(), r.f.pool, []cursor.Key{key}, nil)
+	held, err := r.store.Claim(r.t.Context(), r.f.pool, []cursor.Wanted{{Key: key, Patterns: r.patterns}}, nil)
 	require.NoError(r.t, err)
 	require.Len(r.t, held, 1)
 	require.NoError(r.t, held[0].Err)

@@ -32,8 +32,10 @@ type change struct {
 // that take their id early and publish late, savepoints, some rolled back,
 // transactions that stay open while others come and go, rollbacks.
 type workload struct {
-	f          *fixture
-	topic      string
+	f     *fixture
+	topic string
+	// also are topics that each change is published to as well.
+	also       []string
 	aggregates int
 	publisher  *outbox.Publisher
 	pool       *pgxpool.Pool
@@ -135,10 +137,22 @@ func (w *workload) change(ctx context.Context, tx pgx.Tx, id int) error {
 	if err != nil {
 		return err
 	}
-	msg := message.NewMessage(watermill.NewUUID(), payload)
-	msg.Metadata.Set(outbox.DefaultKeyMetadata, strconv.Itoa(id))
-	msg.SetContext(outbox.ContextWithTx(ctx, tx))
-	return w.publisher.Publish(w.topic, msg)
+	for _, topic := range append([]string{w.topic}, w.also...) {
+		msg := message.NewMessage(watermill.NewUUID(), payload)
+		msg.Metadata.Set(outbox.DefaultKeyMetadata, strconv.Itoa(id))
+		msg.SetContext(outbox.ContextWithTx(ctx, tx))
+		if err := w.publisher.Publish(topic, msg); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// on returns the workload as it is to those who read another of its topics.
+func (w *workload) on(topic string) *workload {
+	other := *w
+	other.topic = topic
+	return &other
 }
 
 // ledger records what was delivered. Safe for concurrent use.
@@ -238,5 +252,55 @@ func (w *workload) settled(t testing.TB, l *ledger) {
 			return
 		}
 		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// ledgers are those of several topics, by name. Safe for concurrent use.
+type ledgers map[string]*ledger
+
+// newLedgers returns one for each of the workload's topics.
+func newLedgers(w *workload) ledgers {
+	l := ledgers{w.topic: {}}
+	for _, topic := range w.also {
+		l[topic] = &ledger{}
+	}
+	return l
+}
+
+// record records a message with its topic.
+func (l ledgers) record(t testing.TB, msg *message.Message) {
+	delivery, _ := outbox.DeliveryFromCtx(msg.Context())
+	if assert.Contains(t, l, delivery.Topic) {
+		l[delivery.Topic].record(t, msg)
+	}
+}
+
+func (l ledgers) len() (n int) {
+	for _, ledger := range l {
+		n += ledger.len()
+	}
+	return n
+}
+
+// settled waits as workload.settled does, for all topics.
+func (l ledgers) settled(t testing.TB, w *workload) {
+	t.Helper()
+	for topic, ledger := range l {
+		w.on(topic).settled(t, ledger)
+	}
+}
+
+// requireOnceInOrder fails unless each topic's committed messages were recorded,
+// once, and those of a key in order.
+func (l ledgers) requireOnceInOrder(t testing.TB, w *workload, what string) {
+	t.Helper()
+	for topic, ledger := range l {
+		v := w.on(topic).judge(t, ledger)
+		t.Logf("%s topic=%s %s", what, topic, v)
+		require.Positive(t, v.Committed)
+		require.Zero(t, v.Lost, "lost")
+		require.Zero(t, v.Invented, "invented")
+		require.Zero(t, v.Duplicated, "repeated")
+		require.Zero(t, v.OutOfOrder, "out of order")
 	}
 }

@@ -54,7 +54,14 @@ func (k Key) Of() Topic { return Topic{Group: k.Group, Topic: k.Topic} }
 
 // String returns the key for logs and errors.
 func (k Key) String() string {
-	return fmt.Sprintf("group %q, topic %q, shard %d", k.Group, k.Topic, k.Shard)
+	return fmt.Sprintf("%s, shard %d", k.Of(), k.Shard)
+}
+
+// Wanted is a cursor to take if it is over these topics.
+type Wanted struct {
+	Key
+	// Patterns are those of its topics, nil for one topic.
+	Patterns []string
 }
 
 // Held is a cursor that was taken.
@@ -67,6 +74,8 @@ type Held struct {
 	// Before is who held it, "" if nobody did: a holder that has died, or the
 	// caller itself, which may not know of it.
 	Before string
+	// Patterns are those of its topics, nil for one topic.
+	Patterns []string
 	// Shards is how many cursors the topic is divided among; they are numbered
 	// from Base on.
 	Shards, Base int
@@ -86,6 +95,9 @@ type Write struct {
 	// it is not stored.
 	Life    window.Life
 	Release bool
+	// Patterns are those of the cursor's topics, nil for one topic. Finish alone
+	// asks for them.
+	Patterns []string
 }
 
 // Querier runs one query.
@@ -102,27 +114,31 @@ type DB interface {
 // Store runs the statements for one schema on behalf of one process. It is safe
 // for concurrent use.
 type Store struct {
-	holder                                                  string
-	ensure, claim, save, beat, leave, boot, sweep           string
-	look, join, bury, reshard, exists, lock, change, finish string
-	settle, buried                                          string
+	holder                                          string
+	ensure, claim, save, beat, leave, boot, sweep   string
+	look, join, bury, reshard, exists, lock, change string
+	settle, buried                                  string
+	finishOne, finishMany                           string
 }
 
 // NewStore returns the store of the process that calls itself holder, a name
 // that no other process may have.
 func NewStore(schemaName, holder string) *Store {
-	text := func(file string) string {
+	read := func(file string) string {
 		content, err := queries.ReadFile("queries/" + file + ".sql")
 		if err != nil {
 			panic(err) // embedded: cannot be missing
 		}
-		return schema.Text(schemaName, string(content))
+		return string(content)
 	}
+	text := func(file string) string { return schema.Text(schemaName, read(file)) }
+	filled := func(file string, many bool) string { return schema.Text(schemaName, window.Fill(read(file), many)) }
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
 		beat: text("beat"), leave: text("leave"), boot: text("boot"), sweep: text("sweep"),
 		look: text("look"), join: text("join"), bury: text("bury"), reshard: text("reshard"), exists: text("exists"),
-		lock: text("lock"), change: text("switch"), finish: text("finish"), settle: text("settle"), buried: text("buried"),
+		lock: text("lock"), change: text("switch"), settle: text("settle"), buried: text("buried"),
+		finishOne: filled("finish", false), finishMany: filled("finish", true),
 	}
 }
 
@@ -135,6 +151,17 @@ type OtherTopicsError struct {
 
 func (e *OtherTopicsError) Error() string {
 	return fmt.Sprintf("group %q has a cursor over other topics: %q, not %q", e.Group, e.Stored, e.Asked)
+}
+
+// CheckTopics returns an *OtherTopicsError if a cursor is over other topics than
+// those that are asked for: its position says nothing of them. Both are patterns
+// as window.Topics.Like returns them. What takes a cursor compares them in its
+// statement as well.
+func CheckTopics(group string, stored, asked []string) error {
+	if slices.Equal(stored, asked) {
+		return nil
+	}
+	return &OtherTopicsError{Group: group, Stored: stored, Asked: asked}
 }
 
 // Ensure makes a topic's cursors unless it has some, so many, at the latest or
@@ -150,13 +177,10 @@ func (s *Store) Ensure(ctx context.Context, db DB, topic Topic, patterns []strin
 			return 0, fmt.Errorf("create cursors of %s: %w", topic, err)
 		case patterns == nil:
 			return stored, nil
-		case stored == 0:
-			// Somebody else's, who may have asked for others.
-		case !slices.Equal(found, patterns):
-			return 0, &OtherTopicsError{Group: topic.Group, Stored: found, Asked: patterns}
-		default:
-			return stored, nil
+		case stored > 0:
+			return stored, CheckTopics(topic.Group, found, patterns)
 		}
+		// Somebody else made them at the same time, who may have asked for others.
 	}
 }
 
@@ -172,15 +196,30 @@ func (s *Store) ensureOnce(ctx context.Context, db DB, topic Topic, patterns []s
 }
 
 // Claim takes those of the wanted cursors that are free, or held by a process
-// whose beat still is the one given as dead.
-func (s *Store) Claim(ctx context.Context, db DB, wanted []Key, dead map[string]int64) ([]Held, error) {
-	groups, topics, shards := columns(wanted)
+// whose beat still is the one given as dead. One that is over other topics than
+// are wanted is not taken.
+func (s *Store) Claim(ctx context.Context, db DB, wanted []Wanted, dead map[string]int64) ([]Held, error) {
+	keys, patterns := make([]Key, len(wanted)), make([]*string, len(wanted))
+	for i, w := range wanted {
+		keys[i] = w.Key
+		if w.Patterns == nil {
+			continue
+		}
+		// Arrays of arrays are none in SQL: their pieces would be one long list.
+		list, err := json.Marshal(w.Patterns)
+		if err != nil {
+			return nil, fmt.Errorf("encode the topics of %s: %w", w.Key, err)
+		}
+		text := string(list)
+		patterns[i] = &text
+	}
+	groups, topics, shards := columns(keys)
 	var holders []string
 	var beats []int64
 	for holder, beat := range dead {
 		holders, beats = append(holders, holder), append(beats, beat)
 	}
-	rows, err := db.Query(ctx, s.claim, s.holder, groups, topics, shards, holders, beats)
+	rows, err := db.Query(ctx, s.claim, s.holder, groups, topics, shards, holders, beats, patterns)
 	if err != nil {
 		return nil, fmt.Errorf("claim cursors: %w", err)
 	}
@@ -205,6 +244,8 @@ type Holding struct {
 	Epochs map[Key]int64
 	// Reshard are those of which another number of shards was asked for.
 	Reshard map[Key]bool
+	// Patterns are those of the topics that cursors over many are over.
+	Patterns map[Key][]string
 }
 
 // Beat renews the process's row and returns what the process holds.
@@ -213,12 +254,13 @@ func (s *Store) Beat(ctx context.Context, db Querier, host string, pid int) (Hol
 	if err != nil {
 		return Holding{}, fmt.Errorf("renew lease: %w", err)
 	}
-	holding := Holding{Epochs: map[Key]int64{}, Reshard: map[Key]bool{}}
+	holding := Holding{Epochs: map[Key]int64{}, Reshard: map[Key]bool{}, Patterns: map[Key][]string{}}
 	var boot, group, topic *string
 	var shard *int
 	var epoch *int64
 	var reshard *bool
-	if _, err := pgx.ForEachRow(rows, []any{&holding.Life.Era, &boot, &group, &topic, &shard, &epoch, &reshard}, func() error {
+	var patterns []string
+	if _, err := pgx.ForEachRow(rows, []any{&holding.Life.Era, &boot, &group, &topic, &shard, &epoch, &reshard, &patterns}, func() error {
 		if boot != nil {
 			holding.Life.Boot = *boot
 		}
@@ -227,6 +269,9 @@ func (s *Store) Beat(ctx context.Context, db Querier, host string, pid int) (Hol
 			holding.Epochs[key] = *epoch
 			if *reshard {
 				holding.Reshard[key] = true
+			}
+			if patterns != nil {
+				holding.Patterns[key] = patterns
 			}
 		}
 		return nil
@@ -413,7 +458,7 @@ func scanHeld(row pgx.CollectableRow) (Held, error) {
 	var end window.Until
 	pos := &h.State.Position
 	err := row.Scan(&h.Key.Group, &h.Key.Topic, &h.Key.Shard, &h.Epoch, &pos.Era, &p, &pos.Floor, &pos.Step, &c, &pos.Top, &pos.At, &pos.AtEra, &holes, &past, &ahead,
-		&h.State.Reach, &h.Before, &h.Life.Era, &boot, &current, &h.Shards, &h.Base, &until, &end.Top, &end.Era)
+		&h.State.Reach, &h.Before, &h.Life.Era, &boot, &current, &h.Shards, &h.Base, &until, &end.Top, &end.Era, &h.Patterns)
 	if err != nil {
 		return Held{}, err
 	}

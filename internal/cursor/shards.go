@@ -25,14 +25,20 @@ var ErrUnknown = errors.New("the consumer group never subscribed to the topic")
 // errChanging says that the number of shards changed again and again meanwhile.
 var errChanging = errors.New("the number of shards is being changed by somebody else")
 
-// Topic names what a consumer group's cursors are of, all of them together.
+// Topic names what a consumer group's cursors are of, all of them together: a
+// topic, or where that is "" the many topics that the group reads by one.
 type Topic struct {
 	Group string
 	Topic string
 }
 
 // String returns the topic for logs and errors.
-func (t Topic) String() string { return fmt.Sprintf("group %q, topic %q", t.Group, t.Topic) }
+func (t Topic) String() string {
+	if t.Topic == "" {
+		return fmt.Sprintf("group %q, many topics", t.Group)
+	}
+	return fmt.Sprintf("group %q, topic %q", t.Group, t.Topic)
+}
 
 // Row is what a look says of a cursor.
 type Row struct {
@@ -42,6 +48,8 @@ type Row struct {
 	Ending bool
 	// Reshard is the number of shards that was asked for, 0 if none was.
 	Reshard int
+	// Patterns are those of its topics, nil for one topic.
+	Patterns []string
 	// Holder is "" if nobody holds it. Alive says that the holder has a beat.
 	Holder string
 	Alive  bool
@@ -74,7 +82,7 @@ func (s *Store) Look(ctx context.Context, db Querier, topics []Topic, all bool) 
 	var subscriptions int
 	var beat *int64
 	if _, err := pgx.ForEachRow(rows, []any{
-		&row.Key.Group, &row.Key.Topic, &row.Key.Shard, &row.Base, &row.Shards, &row.Ending, &row.Reshard, &subscriptions, &row.Holder, &beat,
+		&row.Key.Group, &row.Key.Topic, &row.Key.Shard, &row.Base, &row.Shards, &row.Ending, &row.Reshard, &subscriptions, &row.Holder, &beat, &row.Patterns,
 	}, func() error {
 		if row.Alive = beat != nil; row.Alive {
 			look.Beats[row.Holder] = *beat
@@ -198,7 +206,11 @@ func (s *Store) Finish(ctx context.Context, db DB, w Write) (bool, error) {
 			return false, fmt.Errorf("encode holes of %s: %w", w.Key, err)
 		}
 	}
-	rows, err := db.Query(ctx, s.finish, s.holder, w.Key.Group, w.Key.Topic, w.Key.Shard, w.Epoch, w.Life.Era, w.Life.Boot, string(holes))
+	sql, topics := s.finishOne, any(w.Key.Topic)
+	if w.Patterns != nil {
+		sql, topics = s.finishMany, w.Patterns
+	}
+	rows, err := db.Query(ctx, sql, topics, s.holder, w.Key.Group, w.Key.Topic, w.Key.Shard, w.Epoch, w.Life.Era, w.Life.Boot, string(holes))
 	if err != nil {
 		return false, fmt.Errorf("end cursor: %w", err)
 	}

@@ -29,6 +29,9 @@
 // one shard, every tenth of Duration, a second at most, or when it is told that
 // there is a free one (Stir).
 //
+// A cursor over many topics says which. A seat that wants others gets none of its
+// shards, counts as no member, and is told (Join).
+//
 // # Changing the number of shards
 //
 // Somebody asks for another number, in the cursors. Their holders see it with
@@ -246,7 +249,7 @@ func (m *Manager) Shared() (groups, topics []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for topic, sh := range m.shares {
-		if !sh.settled && !sh.waiting {
+		if !sh.settled && !sh.waiting && !sh.refused {
 			groups, topics = append(groups, topic.Group), append(topics, topic.Topic)
 		}
 	}
@@ -346,6 +349,10 @@ func (m *Manager) compare(holding cursor.Holding, sent time.Time) {
 			lease.Lose(fmt.Errorf("%s: another process took the cursor, or it was removed", key))
 		case holding.Reshard[key]:
 			lease.recall()
+		default:
+			if err := cursor.CheckTopics(key.Group, holding.Patterns[key], lease.seat.patterns); err != nil {
+				lease.Lose(err)
+			}
 		}
 	}
 }
@@ -426,11 +433,13 @@ func (m *Manager) Claim(ctx context.Context) (pause time.Duration, err error) {
 	}
 	m.mu.Lock()
 	dead, lapses := m.dead(), m.lapses.Load()
-	var wanted []cursor.Key
+	var wanted []cursor.Wanted
 	var change []cursor.Topic
 	for topic, sh := range m.shares {
 		m.plan(sh, dead)
-		wanted = append(wanted, sh.claims...)
+		for _, key := range sh.claims {
+			wanted = append(wanted, cursor.Wanted{Key: key, Patterns: sh.rows[0].Patterns})
+		}
 		if sh.change {
 			change = append(change, topic)
 		}
@@ -459,7 +468,7 @@ func (m *Manager) Claim(ctx context.Context) (pause time.Duration, err error) {
 }
 
 // take claims free cursors and grants them.
-func (m *Manager) take(ctx context.Context, wanted []cursor.Key, dead map[string]int64, lapses int64) error {
+func (m *Manager) take(ctx context.Context, wanted []cursor.Wanted, dead map[string]int64, lapses int64) error {
 	if len(wanted) == 0 {
 		return nil
 	}
@@ -494,9 +503,9 @@ func (m *Manager) take(ctx context.Context, wanted []cursor.Key, dead map[string
 		}
 		m.grant(h, lapses)
 	}
-	for _, key := range wanted {
-		if !got[key] {
-			m.stale(key.Of()) // somebody was quicker
+	for _, w := range wanted {
+		if !got[w.Key] {
+			m.stale(w.Of()) // somebody was quicker
 		}
 	}
 	if marked {
@@ -563,8 +572,9 @@ func (m *Manager) pause() time.Duration {
 }
 
 // grant hands a taken cursor to the subscription that has least, of those to the
-// one that has waited longest. If nobody waits any more, it is given back. If the process's lease ran out since the claim was
-// sent, the answer may be old: others may have the cursor by now.
+// one that has waited longest, if they read the topics that it is over. If nobody
+// waits any more, it is given back. If the process's lease ran out since the claim
+// was sent, the answer may be old: others may have the cursor by now.
 func (m *Manager) grant(h cursor.Held, lapses int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -574,11 +584,15 @@ func (m *Manager) grant(h cursor.Held, lapses int64) {
 		return
 	}
 	delete(m.bad, h.Key)
-	seat := sh.seats[0]
-	for _, other := range sh.seats[1:] {
-		if n, least := len(other.leases), len(seat.leases); n < least || n == least && other.since.Before(seat.since) {
+	var seat *Seat
+	for _, other := range sh.fitting(h.Patterns) {
+		if seat == nil || len(other.leases) < len(seat.leases) || len(other.leases) == len(seat.leases) && other.since.Before(seat.since) {
 			seat = other
 		}
+	}
+	if seat == nil {
+		m.dirty.Store(true)
+		return
 	}
 	ctx, lose := context.WithCancelCause(context.Background())
 	lease := &Lease{
@@ -901,7 +915,7 @@ func (l *Lease) Release(ctx context.Context) error {
 		l.manager.dirty.Store(true)
 		return fmt.Errorf("release %s: %w", l.Key, err)
 	}
-	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true}
+	write := cursor.Write{Key: l.Key, Epoch: l.epoch, State: l.Start, Life: l.Life, Release: true, Patterns: l.seat.patterns}
 	l.mu.Lock()
 	if l.source != nil {
 		write.State, _, _ = l.source.State()

@@ -16,6 +16,10 @@ import (
 type Seat struct {
 	manager *Manager
 	topic   cursor.Topic
+	// patterns are those of its topics, nil for one.
+	patterns []string
+	// refused is told of other.
+	refused func(error)
 	// ready gets something when a lease was granted.
 	ready chan struct{}
 
@@ -27,6 +31,8 @@ type Seat struct {
 	// since is when it last got or gave up one.
 	since time.Time
 	left  bool
+	// other says that the cursors are over other topics.
+	other error
 }
 
 // share is what the subscriptions of this process have of a topic for a group,
@@ -48,15 +54,20 @@ type share struct {
 	settled bool
 	// change says that the number of shards can be changed now.
 	change bool
+	// refused says that none of the seats can have its cursors.
+	refused bool
 }
 
 // unknown is a number of seats that says nothing.
 const unknown = -1
 
-// Join adds a subscription to those that want the topic. It returns an error only
-// when the manager is closed.
-func (m *Manager) Join(topic cursor.Topic) (*Seat, error) {
-	s := &Seat{manager: m, topic: topic, ready: make(chan struct{}, 1), since: time.Now()}
+// Join adds a subscription to those that want the topic, or many topics, whose
+// patterns these are. It gets no cursor over others: refused is called with a
+// *cursor.OtherTopicsError when there turn out to be such, and with nil when that
+// is over; it must not call the manager. Join returns an error only when the
+// manager is closed.
+func (m *Manager) Join(topic cursor.Topic, patterns []string, refused func(error)) (*Seat, error) {
+	s := &Seat{manager: m, topic: topic, patterns: patterns, refused: refused, ready: make(chan struct{}, 1), since: time.Now()}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
@@ -122,13 +133,51 @@ func (s *Seat) Leave() {
 	m.nudge()
 }
 
+// fits returns an error unless the seat reads the topics that a cursor of these
+// patterns is over.
+func (s *Seat) fits(patterns []string) error {
+	return cursor.CheckTopics(s.topic.Group, patterns, s.patterns)
+}
+
+// compare tells the seat's owner if the cursors that there are turn out to be over
+// other topics, or no longer are. Called with mu held.
+func (s *Seat) compare(rows []cursor.Row) {
+	var other error
+	if len(rows) > 0 {
+		other = s.fits(rows[0].Patterns)
+	}
+	if (other == nil) != (s.other == nil) {
+		s.other = other
+		s.refused(other)
+	}
+}
+
+// fitting returns the seats that can have a cursor of these patterns. Called with
+// mu held.
+func (sh *share) fitting(patterns []string) []*Seat {
+	unfit := func(s *Seat) bool { return s.fits(patterns) != nil }
+	if !slices.ContainsFunc(sh.seats, unfit) {
+		return sh.seats
+	}
+	return slices.DeleteFunc(slices.Clone(sh.seats), unfit)
+}
+
+// candidates returns the seats that count: those that can have the cursors that
+// there are. Called with mu held.
+func (sh *share) candidates() []*Seat {
+	if len(sh.rows) == 0 {
+		return sh.seats
+	}
+	return sh.fitting(sh.rows[0].Patterns)
+}
+
 // wants returns what the table is to say of the process's seats, where it says
 // something else. Called with mu held.
 func (m *Manager) wants() map[cursor.Topic]int {
 	wants := map[cursor.Topic]int{}
 	for topic, sh := range m.shares {
-		if m.joined[topic] != len(sh.seats) {
-			wants[topic] = len(sh.seats)
+		if n := len(sh.candidates()); m.joined[topic] != n {
+			wants[topic] = n
 		}
 	}
 	for topic := range m.joined {
@@ -229,8 +278,11 @@ func (m *Manager) look(ctx context.Context) error {
 		sh.rows, sh.members, sh.looked = rows[topic], found.Members[topic], now
 		slices.SortFunc(sh.rows, func(a, b cursor.Row) int { return a.Key.Shard - b.Key.Shard })
 		m.reportMissing(topic, sh.rows, now)
+		for _, seat := range sh.seats {
+			seat.compare(sh.rows)
+		}
 		// Somebody who took the process for dead may have removed it.
-		if others := sh.members; len(others) > 0 && !slices.ContainsFunc(others, func(o cursor.Member) bool { return o.Holder == m.store.Holder() }) {
+		if others := sh.members; len(others) > 0 && len(sh.candidates()) > 0 && !slices.ContainsFunc(others, func(o cursor.Member) bool { return o.Holder == m.store.Holder() }) {
 			m.joined[topic] = unknown
 			m.nudge()
 		}
@@ -241,7 +293,7 @@ func (m *Manager) look(ctx context.Context) error {
 // quick reports whether to look every Claim if there is a free cursor. Called
 // with mu held.
 func (m *Manager) quick(sh *share) bool {
-	return sh.waiting || len(sh.members) > 1 && !sh.settled && !m.config.Told()
+	return !sh.refused && (sh.waiting || len(sh.members) > 1 && !sh.settled && !m.config.Told())
 }
 
 // patience is how long a look at a topic is good for.
@@ -276,6 +328,9 @@ func (m *Manager) dead() map[string]int64 {
 // recall, whether its number of shards can be changed. Called with mu held.
 func (m *Manager) plan(sh *share, dead map[string]int64) {
 	sh.claims, sh.waiting, sh.overdue, sh.settled, sh.change = nil, false, false, false, false
+	if sh.refused = len(sh.candidates()) == 0; sh.refused {
+		return
+	}
 	me := m.store.Holder()
 	free := func(row cursor.Row) bool {
 		_, isDead := dead[row.Holder]
@@ -367,7 +422,7 @@ func (m *Manager) membersOf(sh *share, rows []cursor.Row, dead map[string]int64,
 		index[holder] = len(members)
 		members = append(members, member{holder: holder, weight: weight})
 	}
-	add(me, len(sh.seats))
+	add(me, len(sh.candidates()))
 	for _, other := range sh.members {
 		if _, isDead := dead[other.Holder]; !isDead && other.Holder != me {
 			add(other.Holder, other.Subscriptions)
@@ -420,7 +475,7 @@ func (m *Manager) recall(sh *share, n int) {
 // that is two less. Called with mu held.
 func (m *Manager) level(sh *share) {
 	var most, least *Seat
-	for _, seat := range sh.seats {
+	for _, seat := range sh.candidates() {
 		if slices.ContainsFunc(seat.leases, func(l *Lease) bool { return l.isRecalled }) {
 			return // one at a time
 		}

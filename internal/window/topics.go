@@ -19,8 +19,34 @@ type Pattern []string
 // One returns the topic of that name.
 func One(name string) Topics { return Topics{name: name} }
 
-// Matching returns the topics that match one of the patterns.
-func Matching(patterns ...Pattern) Topics { return Topics{patterns: patterns} }
+// Matching returns the topics that match one of the patterns. However these are
+// written, what obviously selects the same is the same: several gaps in a row are
+// one, no pattern is there twice, and one that matches everything stands alone.
+func Matching(patterns ...Pattern) Topics {
+	t := Topics{patterns: make([]Pattern, 0, len(patterns))}
+	for _, p := range patterns {
+		p = p.canonical()
+		if slices.Equal(p, Pattern{"", ""}) {
+			return Topics{patterns: []Pattern{p}}
+		}
+		t.patterns = append(t.patterns, p)
+	}
+	slices.SortFunc(t.patterns, slices.Compare)
+	t.patterns = slices.CompactFunc(t.patterns, slices.Equal)
+	return t
+}
+
+// canonical returns the pattern without empty pieces between the first and the
+// last.
+func (p Pattern) canonical() Pattern {
+	c := make(Pattern, 0, len(p))
+	for i, piece := range p {
+		if piece != "" || i == 0 || i == len(p)-1 {
+			c = append(c, piece)
+		}
+	}
+	return c
+}
 
 // Single returns the topic's name if there is one, and whether there is.
 func (t Topics) Single() (string, bool) { return t.name, t.patterns == nil }
@@ -34,8 +60,8 @@ func (t Topics) Key() string {
 	return "\x00" + strings.Join(t.Like(), "\x00")
 }
 
-// Like returns the patterns as those of SQL's LIKE, sorted, none twice; nil for a
-// single topic.
+// Like returns the patterns as those of SQL's LIKE, sorted; nil for a single
+// topic.
 func (t Topics) Like() []string {
 	if t.patterns == nil {
 		return nil
@@ -50,7 +76,7 @@ func (t Topics) Like() []string {
 		likes = append(likes, strings.Join(pieces, "%"))
 	}
 	slices.Sort(likes)
-	return slices.Compact(likes)
+	return likes
 }
 
 // Match reports whether the topic is among them.

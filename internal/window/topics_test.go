@@ -36,6 +36,20 @@ func TestTopicsLike(t *testing.T) {
 	require.Equal(t, []string{`100\%\_\\`, `a\_%`, "b"}, topics.Like())
 	require.Equal(t, topics.Key(), Matching(Pattern{"a_", ""}, Pattern{"b"}, Pattern{`100%_\`}).Key(), "the order is of no importance")
 	require.Nil(t, One("a").Like())
+	// What selects the same is the same, or a group would be refused its own cursor.
+	for _, same := range [][]Topics{
+		{Matching(Pattern{"", ""}), Matching(Pattern{"", "", ""}), Matching(Pattern{"", "", "", "", ""}), Matching(Pattern{"a"}, Pattern{"", ""}, Pattern{"b", ""})},
+		{Matching(Pattern{"a", "b"}), Matching(Pattern{"a", "", "b"}), Matching(Pattern{"a", "", "", "b"}, Pattern{"a", "b"})},
+		{Matching(Pattern{"a", ""}), Matching(Pattern{"a", "", ""})},
+		{Matching(Pattern{"", "a", ""}), Matching(Pattern{"", "", "a", "", ""})},
+	} {
+		for _, other := range same[1:] {
+			require.Equal(t, same[0], other)
+		}
+	}
+	require.Equal(t, []string{"%"}, Matching(Pattern{"", "", ""}).Like())
+	require.NotEqual(t, Matching(Pattern{"", ""}), Matching(Pattern{"", "a", ""}))
+	require.NotEqual(t, Matching(Pattern{""}), Matching(Pattern{"", ""}))
 	require.Equal(t, "a", One("a").Key())
 	require.NotEqual(t, One("%").Key(), Matching(Pattern{"", ""}).Key())
 }

@@ -5,14 +5,17 @@
 -- another candidate is taking. The state comes from the UPDATE itself, so no
 -- checkpoint of the old holder can fall in between: its epoch no longer fits.
 -- Cursors that wait for those before them to end, or whose number is about to be
--- changed, nobody gets.
+-- changed, nobody gets; nor those that are over other topics than the caller
+-- would read from their position.
 --
--- $1 holder, $2 groups, $3 topics, $4 shards, $5 dead holders, $6 their beats
+-- $1 holder, $2 groups, $3 topics, $4 shards, $5 dead holders, $6 their beats,
+-- $7 the patterns of each one's topics as JSON, NULL for one topic
 WITH seen AS MATERIALIZED (
-    SELECT c.consumer_group, c.topic, c.shard, c.epoch
+    SELECT c.consumer_group, c.topic, c.shard, c.epoch, w.patterns
     FROM outbox.cursors c
-    JOIN unnest($2::text[], $3::text[], $4::integer[]) AS w (consumer_group, topic, shard)
+    JOIN unnest($2::text[], $3::text[], $4::integer[], $7::text[]) AS w (consumer_group, topic, shard, patterns)
         ON c.consumer_group = w.consumer_group AND c.topic = w.topic AND c.shard = w.shard
+        AND to_jsonb(c.patterns) IS NOT DISTINCT FROM w.patterns::jsonb
         AND c.reshard IS NULL
         AND NOT EXISTS (
             SELECT FROM outbox.cursors o
@@ -30,7 +33,7 @@ WITH seen AS MATERIALIZED (
     SELECT c.consumer_group, c.topic, c.shard, c.reach, c.holder
     FROM outbox.cursors c
     JOIN seen ON c.consumer_group = seen.consumer_group AND c.topic = seen.topic AND c.shard = seen.shard
-    WHERE c.epoch = seen.epoch AND c.reshard IS NULL
+    WHERE c.epoch = seen.epoch AND to_jsonb(c.patterns) IS NOT DISTINCT FROM seen.patterns::jsonb AND c.reshard IS NULL
     ORDER BY c.consumer_group, c.topic, c.shard
     FOR UPDATE OF c SKIP LOCKED
 )
@@ -43,4 +46,4 @@ WHERE c.consumer_group = free.consumer_group AND c.topic = free.topic AND c.shar
 RETURNING c.consumer_group, c.topic, c.shard, c.epoch, c.era, c.p::text, c.floor, c.step, c.c::text, c.top, c.at, c.at_era,
     c.holes::text, c.past::text, c.ahead::text,
     free.reach, coalesce(free.holder, ''), outbox.era(), (SELECT b.life::text FROM outbox.boot b), pg_current_snapshot()::text,
-    c.shards, c.base, c.until::text, c.until_top, c.until_era
+    c.shards, c.base, c.until::text, c.until_top, c.until_era, c.patterns

@@ -3,7 +3,7 @@
 -- "latest" means, so the position is fixed when it returns. Of those who ask at
 -- the same time the first decides how many there are: the others wait for its
 -- first row, and then make none. Where there are cursors their number stands,
--- and one that was removed is made again.
+-- and one that was removed is made again, unless they are over other topics.
 --
 -- $1 group, $2 topic, $3 shards, $4 start at the latest instead of the earliest,
 -- $5 the patterns of its topics, where the topic is ''
@@ -31,6 +31,7 @@ WITH start AS MATERIALIZED (
         SELECT 1 AS low, first.base, first.shards, first.patterns FROM first
         UNION ALL
         SELECT stored.base, stored.base, stored.shards, stored.patterns FROM stored
+        WHERE stored.patterns IS NOT DISTINCT FROM $5::text[]
     ) AS g
     CROSS JOIN LATERAL generate_series(g.low, g.base + g.shards - 1) AS n (shard)
     WHERE NOT EXISTS (

@@ -7,13 +7,13 @@ WITH wanted AS MATERIALIZED (
     SELECT w.consumer_group, w.topic FROM unnest($1::text[], $2::text[]) AS w (consumer_group, topic)
 )
 SELECT c.consumer_group, c.topic, c.shard, c.base, c.shards, c.until IS NOT NULL, coalesce(c.reshard, 0), 0,
-       coalesce(c.holder, ''), p.beat
+       coalesce(c.holder, ''), p.beat, c.patterns
 FROM wanted w
 JOIN outbox.cursors c ON c.consumer_group = w.consumer_group AND c.topic = w.topic
 LEFT JOIN outbox.processes p ON p.holder = c.holder
 WHERE $4::boolean OR c.holder IS NULL OR c.holder = $3::text OR p.holder IS NULL
 UNION ALL
-SELECT m.consumer_group, m.topic, 0, 0, 0, false, 0, m.subscriptions, m.holder, p.beat
+SELECT m.consumer_group, m.topic, 0, 0, 0, false, 0, m.subscriptions, m.holder, p.beat, NULL
 FROM wanted w
 JOIN outbox.members m ON m.consumer_group = w.consumer_group AND m.topic = w.topic
 JOIN outbox.processes p ON p.holder = m.holder

@@ -4,7 +4,8 @@
 -- new ones begin there, and every message is either one's.
 --
 -- Rows of other clusters are the old cursors': to the new ones each such era is
--- one of which everything has been handed out.
+-- one of which everything has been handed out. Cursors over many topics stay over
+-- these.
 --
 -- $1 group, $2 topic, $3 dead holders, $4 their beats
 WITH now AS MATERIALIZED (
@@ -31,8 +32,9 @@ WITH now AS MATERIALIZED (
     FROM now, wish
     WHERE c.consumer_group = $1::text AND c.topic = $2::text AND c.until IS NULL
 ), made AS (
-    INSERT INTO outbox.cursors (consumer_group, topic, shard, base, shards, era, p, floor, step, past)
-    SELECT $1::text, $2::text, n.shard, wish.base, wish.shards, now.era, now.c, now.top, 'idle', past.eras
+    INSERT INTO outbox.cursors (consumer_group, topic, shard, base, shards, era, p, floor, step, past, patterns)
+    SELECT $1::text, $2::text, n.shard, wish.base, wish.shards, now.era, now.c, now.top, 'idle', past.eras,
+           (SELECT o.patterns FROM old o ORDER BY o.shard LIMIT 1)
     FROM now, wish, past, LATERAL generate_series(wish.base, wish.base + wish.shards - 1) AS n (shard)
     RETURNING shard
 )
