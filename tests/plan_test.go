@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -266,7 +267,7 @@ func (f *fixture) prepare(t *testing.T, conn *pgx.Conn, file string, many bool) 
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("..", file))
 	require.NoError(t, err)
-	for _, statement := range []string{"DEALLOCATE ALL", "PREPARE hot AS " + f.sql(window.Fill(string(text), many))} {
+	for _, statement := range []string{"DEALLOCATE ALL", "PREPARE hot AS " + f.sql(window.Fill(string(text), many, time.Time{}))} {
 		_, err = conn.Exec(t.Context(), statement, pgx.QueryExecModeSimpleProtocol)
 		require.NoError(t, err)
 	}

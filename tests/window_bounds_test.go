@@ -5,6 +5,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
@@ -82,7 +83,7 @@ func TestLateRowsBesideABulkLoadAreReadByTransaction(t *testing.T) {
 		require.NoError(t, err)
 		_, err = conn.Exec(t.Context(), fmt.Sprintf("SET plan_cache_mode = %s; SET jit = off; SET enable_seqscan = off; SET enable_bitmapscan = off", mode))
 		require.NoError(t, err)
-		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint, integer, integer, bigint) AS "+f.sql(window.Fill(string(content), false)))
+		_, err = conn.Exec(t.Context(), "PREPARE open (text, text, text, bigint, bigint, bigint, integer, integer, bigint) AS "+f.sql(window.Fill(string(content), false, time.Time{})))
 		require.NoError(t, err)
 		rows, err := conn.Query(t.Context(), fmt.Sprintf("EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) EXECUTE open ('topic', 'group', '%s', %d, 1000, 1000000, 0, 1, 9223372036854775807)",
 			before.Snapshot, before.Top), pgx.QueryExecModeSimpleProtocol)

@@ -132,7 +132,9 @@ func NewStore(schemaName, holder string) *Store {
 		return string(content)
 	}
 	text := func(file string) string { return schema.Text(schemaName, read(file)) }
-	filled := func(file string, many bool) string { return schema.Text(schemaName, window.Fill(read(file), many)) }
+	filled := func(file string, many bool) string {
+		return schema.Text(schemaName, window.Fill(read(file), many, time.Time{}))
+	}
 	return &Store{
 		holder: holder, ensure: text("ensure"), claim: text("claim"), save: text("save"),
 		beat: text("beat"), leave: text("leave"), boot: text("boot"), sweep: text("sweep"),

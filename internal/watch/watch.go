@@ -41,6 +41,8 @@ type Config struct {
 	// Free is called when there is one.
 	Shared func() (groups, topics []string)
 	Free   func()
+	// Seals let it leave out partitions that hold nothing new.
+	Seals *window.Seals
 	// Failed is told of each look that failed.
 	Failed func(err error)
 	Logger watermill.LoggerAdapter
@@ -50,7 +52,9 @@ type Config struct {
 type Watcher struct {
 	config Config
 	db     window.Querier
-	query  string
+	// query looks at what is no older than since. They are Look's own.
+	query string
+	since time.Time
 
 	mu     sync.Mutex
 	topics map[string]*topic // by the key of what is watched
@@ -72,7 +76,7 @@ type topic struct {
 // New returns a watcher that looks through db.
 func New(db window.Querier, config Config) *Watcher {
 	return &Watcher{
-		config: config, db: db, query: schema.Text(config.Schema, watchText),
+		config: config, db: db,
 		topics: map[string]*topic{}, changed: make(chan struct{}, 1),
 	}
 }
@@ -206,11 +210,15 @@ func (w *Watcher) Look(ctx context.Context) (anything, watching bool, err error)
 
 	ctx, cancel := context.WithTimeout(ctx, w.config.Timeout)
 	defer cancel()
-	var last window.Snapshot
+	var bound window.Bound
 	if before != nil {
-		last = before.Snapshot
+		bound = w.config.Seals.Of(before.Life.Era, before.Snapshot)
 	}
-	now, found, news, err := w.ask(ctx, names, patterns, last, before != nil)
+	now, found, news, spare, err := w.ask(ctx, names, patterns, before, bound.Since)
+	if err == nil && !bound.Holds(now.Life, spare) {
+		w.config.Seals.Forget()
+		now, found, news, _, err = w.ask(ctx, names, patterns, before, time.Time{})
+	}
 
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -238,40 +246,51 @@ func (w *Watcher) Look(ctx context.Context) (anything, watching bool, err error)
 	return len(found) > 0, true, nil
 }
 
-// ask runs the statement: which topics have news, and whether those that match
-// the patterns have. Without a last snapshot it asks for no topic.
-func (w *Watcher) ask(ctx context.Context, names, patterns []string, last window.Snapshot, haveLast bool) (now window.Now, found []string, news bool, err error) {
-	if !haveLast {
+// ask runs the statement: which topics have news since the look before, and whether
+// those that match the patterns have, of what is no older than since; and whether
+// there is anything in the DEFAULT partition, if since is not zero. Without a look
+// before it asks for no topic.
+func (w *Watcher) ask(ctx context.Context, names, patterns []string, before *window.Now, since time.Time) (now window.Now, found []string, news, spare bool, err error) {
+	fail := func(err error) (window.Now, []string, bool, bool, error) {
+		return window.Now{}, nil, false, false, fmt.Errorf("look for new messages: %w", err)
+	}
+	var last window.Snapshot
+	if before == nil {
 		names, patterns = nil, nil
+	} else {
+		last = before.Snapshot
 	}
 	if patterns == nil {
 		patterns = []string{}
 	}
+	if w.query == "" || !since.Equal(w.since) {
+		w.query, w.since = schema.Text(w.config.Schema, window.Fill(watchText, true, since)), since
+	}
 	groups, shared := w.config.Shared()
 	rows, err := w.db.Query(ctx, w.query, names, last.String(), groups, shared, patterns)
 	if err != nil {
-		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
+		return fail(err)
 	}
 	var text string
 	var boot *string
 	var free bool
 	found, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
-		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &news, &free)
+		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &news, &free, &spare)
 		return found, err
 	})
 	if err != nil {
-		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
+		return fail(err)
 	}
 	if boot != nil {
 		now.Life.Boot = *boot
 	}
 	if now.Snapshot, err = window.ParseSnapshot(text); err != nil {
-		return window.Now{}, nil, false, fmt.Errorf("look for new messages: %w", err)
+		return fail(err)
 	}
 	if free {
 		w.config.Free()
 	}
-	return now, found, news, nil
+	return now, found, news, spare, nil
 }
 
 // wakeAll is called with mu held.

@@ -9,6 +9,8 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -18,10 +20,21 @@ import (
 //go:embed queries/*.sql
 var queries embed.FS
 
-// Queries are the statements for one schema.
+// Queries are the statements for one schema. Safe for concurrent use.
 type Queries struct {
-	one, many statements
-	now       string
+	name       string
+	now, seals string
+
+	mu sync.Mutex
+	// reading are those that read messages.
+	reading map[reads]statements
+}
+
+// reads says what statements read: one topic or many, and nothing that is older than
+// since, unless that is zero.
+type reads struct {
+	many  bool
+	since time.Time
 }
 
 // statements are those that read messages.
@@ -31,44 +44,74 @@ type statements struct {
 
 // NewQueries returns the statements for the schema called name.
 func NewQueries(name string) *Queries {
-	text := func(file string, many bool) string {
-		content, err := queries.ReadFile("queries/" + file + ".sql")
-		if err != nil {
-			panic(err) // embedded: cannot be missing
-		}
-		return schema.Text(name, Fill(string(content), many))
+	q := &Queries{name: name, reading: map[reads]statements{}}
+	q.now, q.seals = q.text("now", reads{}), q.text("seals", reads{})
+	return q
+}
+
+func (q *Queries) text(file string, what reads) string {
+	content, err := queries.ReadFile("queries/" + file + ".sql")
+	if err != nil {
+		panic(err) // embedded: cannot be missing
 	}
-	reading := func(many bool) statements {
-		return statements{
-			open: text("open", many), late: text("late", many), lateXids: text("late_xids", many),
-			main: text("main", many), past: text("past", many), holes: text("holes", many),
+	return schema.Text(q.name, Fill(string(content), what.many, what.since))
+}
+
+// maxReading is how many statements are kept: a few at a time as a rule, more while
+// groups are hours apart.
+const maxReading = 64
+
+// statements returns those that read this. The moment is in their text, so that the
+// server plans them once for each, without the partitions that are left out; if it
+// were a parameter, it would have to lock all of them at each look.
+func (q *Queries) statements(what reads) statements {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	known, ok := q.reading[what]
+	if !ok {
+		if len(q.reading) >= maxReading {
+			clear(q.reading)
 		}
+		known = statements{
+			open: q.text("open", what), late: q.text("late", what), lateXids: q.text("late_xids", what),
+			main: q.text("main", what), past: q.text("past", what), holes: q.text("holes", what),
+		}
+		q.reading[what] = known
 	}
-	return &Queries{one: reading(false), many: reading(true), now: text("now", false)}
+	return known
 }
 
 // The statements are written once, with places for what depends on whether they
 // read one topic or many: from what (:messages), which rows of it (:chosen), and
 // what they say of each row's topic (:topic).
-var (
-	ofOne = strings.NewReplacer(":messages", "outbox.messages", ":chosen", "m.topic = $1::text", ":topic", "NULL::text")
+const (
+	messagesOfOne = "outbox.messages"
 	// Of many topics rows are found by the indexes messages_id and messages_xid,
 	// of these expressions. They are expressions so that the planner cannot take
 	// these indexes for one topic: where its statistics call a topic frequent that
 	// no longer is, it would walk the rows of all others.
-	ofMany = strings.NewReplacer(":messages", `(
+	messagesOfMany = `(
             SELECT e.id + 0 AS id, nullif(e.xid, '0'::xid8) AS xid, e.era + 0 AS era, e.topic, e.key, e.uuid, e.metadata, e.payload,
                    e.created_at, e.target_group, e.attempt
             FROM outbox.messages e
-        )`, ":chosen", "m.topic LIKE ANY ($1::text[])", ":topic", "m.topic")
+        )`
 )
 
-// Fill puts into the text of a statement what reads one topic, or many.
-func Fill(text string, many bool) string {
-	if many {
-		return ofMany.Replace(text)
+// Fill puts into the text of a statement what reads one topic, or many, and nothing
+// that is older than since unless that is zero. What leaves out something says
+// besides whether it may (:spare): in the DEFAULT partition there may be rows of any
+// time, so nothing must be there.
+func Fill(text string, many bool, since time.Time) string {
+	recent, spare := "", "NULL::bigint"
+	if !since.IsZero() {
+		recent = " AND m.created_at >= '" + since.UTC().Format("2006-01-02 15:04:05.999999") + "+00'::timestamptz"
+		spare = "(SELECT count(*) FROM (SELECT FROM outbox.messages_default LIMIT 1) AS spare)"
 	}
-	return ofOne.Replace(text)
+	messages, chosen, topic := messagesOfOne, "m.topic = $1::text", "NULL::text"
+	if many {
+		messages, chosen, topic = messagesOfMany, "m.topic LIKE ANY ($1::text[])", "m.topic"
+	}
+	return strings.NewReplacer(":messages", messages, ":chosen", chosen+recent, ":recent", recent, ":topic", topic, ":spare", spare).Replace(text)
 }
 
 // ErrWentBack says that the server has not done yet what the position says was
@@ -181,6 +224,8 @@ type Reader struct {
 	Shard, Shards int
 	// Until, if not nil, is where the position ends: nothing behind it is read.
 	Until *Until
+	// Seals, if not nil, let it leave out partitions that the position has all of.
+	Seals *Seals
 	// Scan is how many ids one statement looks at that reads many topics, of which
 	// few may match; 0 stands for the default. The ids of one topic need no bound:
 	// they match.
@@ -191,11 +236,12 @@ type Reader struct {
 func (r Reader) shards() int { return max(r.Shards, 1) }
 
 // statements returns those for the topics, and what stands for the topics in them.
-func (r Reader) statements() (statements, any) {
+// They leave out what is older than since, unless that is zero.
+func (r Reader) statements(since time.Time) (statements, any) {
 	if name, one := r.Topics.Single(); one {
-		return r.Queries.one, name
+		return r.Queries.statements(reads{since: since}), name
 	}
-	return r.Queries.many, r.Topics.Like()
+	return r.Queries.statements(reads{many: true, since: since}), r.Topics.Like()
 }
 
 // defaultScan takes some tens of milliseconds when nothing matches.
@@ -245,11 +291,16 @@ func (r Reader) toEnd(ctx context.Context, db Querier, pos Position) (Page, erro
 }
 
 func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
-	sql, topics := r.statements()
+	bound := r.Seals.Of(pos.Era, pos.P)
+	sql, topics := r.statements(bound.Since)
 	end := r.scanTo(pos.Floor)
 	head, page, err := r.read(ctx, db, pos, openPage, sql.open, topics, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards(), end)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
+	}
+	if !bound.Holds(page.Life, head.spare) {
+		r.Seals.Forget()
+		return r.open(ctx, db, pos)
 	}
 	c, err := ParseSnapshot(head.snapshot)
 	if err != nil {
@@ -280,13 +331,18 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 }
 
 func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
-	sql, topics := r.statements()
+	bound := r.Seals.Of(pos.Era, pos.P)
+	sql, topics := r.statements(bound.Since)
 	after := max(pos.At, pos.Floor)
 	end := r.scanTo(after)
 	head, page, err := r.read(ctx, db, pos, plainPage, sql.main, topics, r.Group, r.Limits.Rows, r.Limits.Bytes,
 		after, min(end, pos.Top), pos.P.String(), pos.C.String(), r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
+	}
+	if !bound.Holds(page.Life, head.spare) {
+		r.Seals.Forget()
+		return r.main(ctx, db, pos)
 	}
 	switch full, last := head.full(r.Limits); {
 	case full:
@@ -314,10 +370,15 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 		found = life
 		pos.lateXids = xids
 	}
-	sql, topics := r.statements()
+	bound := r.Seals.Of(pos.Era, pos.P)
+	sql, topics := r.statements(bound.Since)
 	head, page, err := r.read(ctx, db, pos, plainPage, sql.late, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
+	}
+	if !bound.Holds(page.Life, head.spare) {
+		r.Seals.Forget()
+		return r.late(ctx, db, pos)
 	}
 	if found != (Life{}) && found != page.Life {
 		// The server changed in between; the caller drops a page of another life.
@@ -335,7 +396,7 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 // findLate returns the transactions with late rows in an open window, and the
 // life they were read in.
 func (r Reader) findLate(ctx context.Context, db Querier, pos Position) (life Life, xids []string, err error) {
-	sql, topics := r.statements()
+	sql, topics := r.statements(time.Time{})
 	rows, err := db.Query(ctx, sql.lateXids, topics, pos.P.String(), pos.C.String(), pos.Floor)
 	if err != nil {
 		return Life{}, nil, err
@@ -369,7 +430,7 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	if pos.At == 0 {
 		after = -1 << 63
 	}
-	sql, topics := r.statements()
+	sql, topics := r.statements(time.Time{})
 	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
@@ -395,7 +456,7 @@ func (r Reader) Holes(ctx context.Context, db Querier, holes []Hole) (page Page,
 	for i, hole := range asked {
 		eras[i], ids[i] = hole.Era, hole.ID
 	}
-	sql, topics := r.statements()
+	sql, topics := r.statements(time.Time{})
 	head, page, err := r.read(ctx, db, Position{}, plainPage, sql.holes, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, eras, ids)
 	if err != nil {
 		return Page{}, nil, err

@@ -31,13 +31,13 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
            WHERE EXISTS (
                SELECT FROM gap CROSS JOIN LATERAL (
                    SELECT FROM outbox.messages m
-                   WHERE m.topic = t.topic AND m.xid > gap.low AND m.xid < gap.high
+                   WHERE m.topic = t.topic AND m.xid > gap.low AND m.xid < gap.high:recent
                    LIMIT 1
                ) AS r)
            OR EXISTS (
                SELECT FROM ended CROSS JOIN LATERAL (
                    SELECT FROM outbox.messages m
-                   WHERE m.topic = t.topic AND m.xid = ended.xid
+                   WHERE m.topic = t.topic AND m.xid = ended.xid:recent
                    LIMIT 1
                ) AS r)
        ),
@@ -47,13 +47,13 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
            EXISTS (
                SELECT FROM gap CROSS JOIN LATERAL (
                    SELECT FROM outbox.messages m
-                   WHERE nullif(m.xid, '0'::xid8) > gap.low AND nullif(m.xid, '0'::xid8) < gap.high AND m.topic LIKE ANY ($5::text[])
+                   WHERE nullif(m.xid, '0'::xid8) > gap.low AND nullif(m.xid, '0'::xid8) < gap.high AND m.topic LIKE ANY ($5::text[]):recent
                    LIMIT 1
                ) AS r)
            OR EXISTS (
                SELECT FROM ended CROSS JOIN LATERAL (
                    SELECT FROM outbox.messages m
-                   WHERE nullif(m.xid, '0'::xid8) = ended.xid AND m.topic LIKE ANY ($5::text[])
+                   WHERE nullif(m.xid, '0'::xid8) = ended.xid AND m.topic LIKE ANY ($5::text[]):recent
                    LIMIT 1
                ) AS r)
        ),
@@ -62,5 +62,6 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
            JOIN outbox.cursors u ON u.consumer_group = s.consumer_group AND u.topic = s.topic
            WHERE u.holder IS NULL AND NOT EXISTS (
                SELECT FROM outbox.cursors o
-               WHERE o.consumer_group = u.consumer_group AND o.topic = u.topic AND o.base < u.base))
+               WHERE o.consumer_group = u.consumer_group AND o.topic = u.topic AND o.base < u.base)),
+       coalesce(:spare, 0) > 0
 FROM now

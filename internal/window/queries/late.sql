@@ -3,7 +3,7 @@
 -- $1 topics, $2 group, $3 rows, $4 bytes, $5 after this id, $6 floor,
 -- $7 the transactions with late rows, all of which C sees and P does not,
 -- $8 shard, $9 of so many
-SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, :spare,
        outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, NULL::text AS topic
 UNION ALL
 SELECT 1, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, NULL, NULL, page.topic

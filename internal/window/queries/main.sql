@@ -5,7 +5,7 @@
 --
 -- The snapshots stand in sub-selects so that their text is parsed once, not for
 -- each row.
-SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, :spare,
        outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, NULL::text AS topic
 UNION ALL
 SELECT 2, page.id, page.key, page.uuid, page.metadata, page.payload, page.created_at, page.attempt, page.total, NULL, NULL, page.topic

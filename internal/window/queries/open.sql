@@ -61,7 +61,7 @@ WITH now AS MATERIALIZED (
     SELECT r.*, sum(r.size) OVER (ROWS UNBOUNDED PRECEDING) AS total
     FROM (SELECT 1 AS step, late.* FROM late UNION ALL SELECT 2, main.* FROM main) AS r
 )
-SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, NULL::bigint,
+SELECT 0 AS step, NULL::bigint AS id, NULL::text, NULL::text, NULL::json, NULL::bytea, NULL::timestamptz, NULL::integer, :spare,
        outbox.era() AS era, (SELECT b.life::text FROM outbox.boot b) AS life, NULL::text AS topic, now.c::text, now.top,
        (SELECT array_agg(l.xid::text) FROM late_xid l)
 FROM now
