@@ -49,9 +49,12 @@ func NewQueries(name string) *Queries {
 
 // The statements are written once, with places for what depends on whether they
 // read one topic or many: from what (:messages), which rows of it (:chosen), and
-// what they say of each row's topic (:topic).
+// what they say of each row's topic (:topic). Where a statement counts the rows that
+// it looks at, :chosen is in two parts: what the index has (:range), and what has
+// to be looked at (:rest).
 var (
-	ofOne = strings.NewReplacer(":messages", "outbox.messages", ":chosen", "m.topic = $1::text", ":topic", "NULL::text")
+	ofOne = strings.NewReplacer(":messages", "outbox.messages", ":chosen", "m.topic = $1::text", ":topic", "NULL::text",
+		":range", "m.topic = $1::text", ":rest", "true")
 	// Of many topics rows are found by the indexes messages_id and messages_xid,
 	// of these expressions. They are expressions so that the planner cannot take
 	// these indexes for one topic: where its statistics call a topic frequent that
@@ -60,7 +63,8 @@ var (
             SELECT e.id + 0 AS id, nullif(e.xid, '0'::xid8) AS xid, e.era + 0 AS era, e.topic, e.key, e.uuid, e.metadata, e.payload,
                    e.created_at, e.target_group, e.attempt
             FROM outbox.messages e
-        )`, ":chosen", "m.topic LIKE ANY ($1::text[])", ":topic", "m.topic")
+        )`, ":chosen", "m.topic LIKE ANY ($1::text[])", ":topic", "m.topic",
+		":range", "true", ":rest", "m.topic LIKE ANY ($1::text[])")
 )
 
 // Fill puts into the text of a statement what reads one topic, or many.
@@ -183,7 +187,8 @@ type Reader struct {
 	Until *Until
 	// Scan is how many ids one statement looks at that reads many topics, of which
 	// few may match; 0 stands for the default. The ids of one topic need no bound:
-	// they match.
+	// they match. Late rows have none: the rows of a transaction that committed
+	// late are looked at until a page is full, all of them where few match.
 	Scan int64
 }
 
@@ -369,8 +374,12 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	if pos.At == 0 {
 		after = -1 << 63
 	}
+	scan := int64(pastScan)
+	if _, one := r.Topics.Single(); !one {
+		scan = cmp.Or(r.Scan, scan)
+	}
 	sql, topics := r.statements()
-	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
+	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, scan, r.Shard, r.shards(), endEra, end.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -378,7 +387,7 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	switch full, last := head.full(r.Limits); {
 	case full:
 		page.End.At, page.End.AtEra = last.ID, last.Era
-	case head.scanned >= pastScan:
+	case head.scanned >= scan:
 		page.End.At, page.End.AtEra = head.scannedID, head.scannedEra
 	default:
 		page.End.Step, page.End.At, page.End.AtEra = Idle, 0, 0
