@@ -289,8 +289,15 @@ func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *messa
 // more than one, however many there are, and those that are first published to
 // later need nothing; rows of other topics are read past, so for few topics
 // beside much other traffic Subscribe is better. DeliveryFromCtx tells the topic
-// of a message. A consumer group has one such cursor: another selection is
-// refused with ErrOtherTopics.
+// of a message.
+//
+// A consumer group has one such cursor, in as many shards as SubscriberConfig.Shards
+// and Consumer.ReshardBatches say. What was not selected has no position in it, so
+// another selection is refused with ErrOtherTopics; of those that match the same
+// topics, ListTopics in any order and patterns with more than one * in a row are
+// the same. If the cursor is removed while this subscription lasts, and others make
+// one of another selection, it is not taken: SubscriptionStatus.Err matches
+// ErrOtherTopics, and nothing is delivered until there is one over its topics.
 //
 // A batch holds messages of one topic and ordering key, in order (with
 // OrderingStrict, of any); those without a key come alone. One that has failed

@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"strconv"
@@ -9,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
@@ -39,6 +41,7 @@ func TestCausalDelivery(t *testing.T) {
 func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 	const writers, topic = 12, "changes"
 	w := newWorkload(t, f, topic, 20, writers)
+	w.also = []string{topic + ".too"}
 	consumer, book := f.loggedConsumer(f.pool.Config(), func(c *outbox.ConsumerConfig) {
 		c.PollInterval, c.Mode, c.LiveBytes = 3*time.Millisecond, mode, outbox.MinLiveBytes
 	})
@@ -48,6 +51,7 @@ func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 	writing, cancel := context.WithTimeout(t.Context(), duration)
 	defer cancel()
 	var l, steady ledger
+	many := newLedgers(w)
 	// Another group has the same rows from the same stream, without a restart.
 	_, others := f.subscribe(consumer, outbox.SubscriberConfig{ConsumerGroup: "steady"}, topic)
 	go func() {
@@ -56,7 +60,7 @@ func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 			msg.Ack()
 		}
 	}()
-	restarts := make(chan int, 1)
+	restarts, restartsOfMany := make(chan int, 1), make(chan int, 1)
 	written := make(chan struct{})
 	stop := make(chan struct{})
 	go func() {
@@ -67,17 +71,45 @@ func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 	if mode != outbox.ModePoll {
 		disturbing.Go(func() { disturbStream(t, writing, f, seed) })
 	}
-	go func() { restarts <- readWithRestarts(t, f, consumer, topic, &l, written, stop, seed) }()
+	reader := restartedReader{t: t, consumer: consumer, written: written, stop: stop}
+	go func() {
+		random := rand.New(rand.NewPCG(seed, 1000))
+		restarts <- readWithRestarts(reader, random, outbox.SubscriberConfig{},
+			func(s *outbox.Subscriber) (<-chan *message.Message, error) {
+				return s.Subscribe(context.Background(), topic)
+			},
+			func(msg *message.Message, slow func()) {
+				l.record(t, msg)
+				slow()
+				msg.Ack()
+			})
+	}()
+	// A third reads many topics by one cursor.
+	go func() {
+		random := rand.New(rand.NewPCG(seed, 3000))
+		restartsOfMany <- readWithRestarts(reader, random, outbox.SubscriberConfig{ConsumerGroup: "many", Ordering: outbox.OrderingByKey},
+			func(s *outbox.Subscriber) (<-chan []*message.Message, error) {
+				return s.SubscribeBatches(context.Background(), outbox.MatchTopics(topic+"*"), 1+random.IntN(20))
+			},
+			func(batch []*message.Message, slow func()) {
+				for _, msg := range batch {
+					many.record(t, msg)
+					slow()
+					msg.Ack()
+				}
+			})
+	}()
 	<-written
 	disturbing.Wait()
 	w.settled(t, &l)
 	w.settled(t, &steady)
+	many.settled(t, w)
 	close(stop)
-	n := <-restarts
+	n, m := <-restarts, <-restartsOfMany
 
 	attached, detached := len(book.find("Topic is read from the WAL")), len(book.find("Topic is polled"))
-	t.Logf("mode=%s seed=%d restarts=%d streams=%d attached=%d detached=%d",
-		mode, seed, n, len(book.find("Messages are read from the WAL")), attached, detached)
+	t.Logf("mode=%s seed=%d restarts=%d+%d streams=%d attached=%d detached=%d",
+		mode, seed, n, m, len(book.find("Messages are read from the WAL")), attached, detached)
 	if mode != outbox.ModePoll {
 		require.Positive(t, attached, "never live")
 		require.Positive(t, detached, "live all the time")
@@ -91,6 +123,7 @@ func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 		require.Zero(t, v.Duplicated, "duplicated")
 		require.Zero(t, v.OutOfOrder, "out of order")
 	}
+	many.requireOnceInOrder(t, w, fmt.Sprintf("mode=%s group=many", mode))
 }
 
 // disturbStream kills the stream, or touches the publication, at random.
@@ -112,44 +145,54 @@ func disturbStream(t *testing.T, ctx context.Context, f *fixture, seed uint64) {
 	}
 }
 
+// restartedReader is what all readers have that are restarted.
+type restartedReader struct {
+	t        *testing.T
+	consumer *outbox.Consumer
+	// written is closed when the writing is over, stop when the reading is to be.
+	written, stop <-chan struct{}
+}
+
 // readWithRestarts subscribes, receives for a while, closes, and begins again,
-// until stop; after the writing is over it stays with one subscription.
-func readWithRestarts(t *testing.T, f *fixture, consumer *outbox.Consumer, topic string, l *ledger, written, stop <-chan struct{}, seed uint64) int {
-	random := rand.New(rand.NewPCG(seed, 1000))
+// until stop; after the writing is over it stays with one subscription. What comes
+// is handled by handle, which calls slow for each message.
+func readWithRestarts[T any](r restartedReader, random *rand.Rand, config outbox.SubscriberConfig, subscribe func(*outbox.Subscriber) (<-chan T, error), handle func(T, func())) int {
+	slow := func() {
+		if random.IntN(400) == 0 {
+			time.Sleep(time.Second) // a handler that is slow now and then
+		}
+	}
 	for restarts := 0; ; restarts++ {
-		subscriber, err := outbox.NewSubscriber(consumer, outbox.SubscriberConfig{PageSize: 1 + random.IntN(100)}, nil)
+		config.PageSize = 1 + random.IntN(100)
+		subscriber, err := outbox.NewSubscriber(r.consumer, config, nil)
 		if err != nil {
-			t.Error(err)
+			r.t.Error(err)
 			return restarts
 		}
-		messages, err := subscriber.Subscribe(context.Background(), topic)
+		incoming, err := subscribe(subscriber)
 		if err != nil {
-			t.Error(err)
+			r.t.Error(err)
 			return restarts
 		}
 		var end <-chan time.Time
 		select {
-		case <-written:
+		case <-r.written:
 		default:
 			end = time.After(time.Duration(random.IntN(2500)) * time.Millisecond)
 		}
 		over := false
 		for receiving := true; receiving; {
 			select {
-			case msg := <-messages:
-				l.record(t, msg)
-				if random.IntN(400) == 0 {
-					time.Sleep(time.Second) // a handler that is slow now and then
-				}
-				msg.Ack()
+			case next := <-incoming:
+				handle(next, slow)
 			case <-end:
 				receiving = false
-			case <-stop:
+			case <-r.stop:
 				receiving, over = false, true
 			}
 		}
 		if err := subscriber.Close(); err != nil {
-			t.Error(err)
+			r.t.Error(err)
 		}
 		if over {
 			return restarts

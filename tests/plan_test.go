@@ -68,6 +68,12 @@ var hotQueries = []hotQuery{
 	{file: "internal/watch/queries/watch.sql", index: byXid, values: func(v planValues) []string {
 		return []string{"array['topic 1', 'topic 2', 'no such topic']", quote(v.p), "array['group']", "array['topic 1']", "array['topic%']"}
 	}},
+	{file: "internal/cursor/queries/finish.sql", index: byEra, values: func(v planValues) []string {
+		return []string{
+			"'topic 1'", "'holder'", "'group'", "''", "0", "1", fmt.Sprint(v.era), "'life'",
+			quote(fmt.Sprintf(`[{"era": %d, "id": %d}, {"era": %d, "id": %d}]`, v.era, v.floor, v.era, v.top)),
+		}
+	}},
 	{file: "internal/window/queries/past.sql", index: byEra, values: func(v planValues) []string {
 		return []string{
 			"'topic 1'", "'group'", "1000", "1000000", "(-9223372036854775808)::bigint", "0",
@@ -231,7 +237,7 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 	}
 	touched := func(file string, values ...string) float64 {
 		t.Helper()
-		f.prepare(t, conn, file, strings.HasPrefix(values[0], "array['topic%"))
+		f.prepare(t, conn, file, strings.HasPrefix(values[0], "array[") && !strings.HasSuffix(file, "watch.sql"))
 		p := explain(t, conn, ", ANALYZE", "hot", values)
 		rows := 0.0
 		p.walk(func(node plan, _ []plan) {
@@ -260,6 +266,13 @@ func TestPlansTouchOnlyWhatTheyReturn(t *testing.T) {
 	require.InDelta(t, page, many("internal/window/queries/main.sql",
 		"'group'", fmt.Sprint(page), "1000000", "0", last, "'1:1:'", quote(v.c), "0", "1"), slack)
 	require.InDelta(t, page, many("internal/window/queries/open.sql", "'group'", "'1:1:'", "0", fmt.Sprint(page), "1000000", "0", "1", noEnd), slack)
+	// Of other clusters' rows as many are looked at as it may, and no more where
+	// none of them match.
+	for topics, matching := range map[string]float64{"array['topic%']": page, "array['no such topic%']": 0} {
+		rows := touched("internal/window/queries/past.sql", topics, "'group'", "1000", "1000000", "(-9223372036854775808)::bigint", "0",
+			"array[]::bigint[]", "array[]::text[]", "array[]::text[]", "array[]::bigint[]", fmt.Sprint(page), "0", "1", "NULL", "'1:1:'")
+		require.InDelta(t, page+matching, rows, slack, topics)
+	}
 }
 
 // prepare prepares a query as "hot", for one topic or for many.

@@ -83,7 +83,9 @@ func (q *Queries) statements(what reads) statements {
 
 // The statements are written once, with places for what depends on whether they
 // read one topic or many: from what (:messages), which rows of it (:chosen), and
-// what they say of each row's topic (:topic).
+// what they say of each row's topic (:topic). Where a statement counts the rows that
+// it looks at, :chosen is in two parts: what the index has (:range), and what has
+// to be looked at (:rest).
 const (
 	messagesOfOne = "outbox.messages"
 	// Of many topics rows are found by the indexes messages_id and messages_xid,
@@ -107,11 +109,14 @@ func Fill(text string, many bool, since time.Time) string {
 		recent = " AND m.created_at >= '" + since.UTC().Format("2006-01-02 15:04:05.999999") + "+00'::timestamptz"
 		spare = "(SELECT count(*) FROM (SELECT FROM outbox.messages_default LIMIT 1) AS spare)"
 	}
-	messages, chosen, topic := messagesOfOne, "m.topic = $1::text", "NULL::text"
+	messages, topic, chosen := messagesOfOne, "NULL::text", "m.topic = $1::text"
+	inIndex, rest := chosen, "true"
 	if many {
-		messages, chosen, topic = messagesOfMany, "m.topic LIKE ANY ($1::text[])", "m.topic"
+		messages, topic, chosen = messagesOfMany, "m.topic", "m.topic LIKE ANY ($1::text[])"
+		inIndex, rest = "true", chosen
 	}
-	return strings.NewReplacer(":messages", messages, ":chosen", chosen+recent, ":recent", recent, ":topic", topic, ":spare", spare).Replace(text)
+	return strings.NewReplacer(":messages", messages, ":topic", topic, ":chosen", chosen+recent, ":range", inIndex+recent, ":rest", rest,
+		":recent", recent, ":spare", spare).Replace(text)
 }
 
 // ErrWentBack says that the server has not done yet what the position says was
@@ -228,7 +233,8 @@ type Reader struct {
 	Seals *Seals
 	// Scan is how many ids one statement looks at that reads many topics, of which
 	// few may match; 0 stands for the default. The ids of one topic need no bound:
-	// they match.
+	// they match. Late rows have none: the rows of a transaction that committed
+	// late are looked at until a page is full, all of them where few match.
 	Scan int64
 }
 
@@ -430,8 +436,12 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	if pos.At == 0 {
 		after = -1 << 63
 	}
+	scan := int64(pastScan)
+	if _, one := r.Topics.Single(); !one {
+		scan = cmp.Or(r.Scan, scan)
+	}
 	sql, topics := r.statements(time.Time{})
-	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, pastScan, r.Shard, r.shards(), endEra, end.String())
+	head, page, err := r.read(ctx, db, pos, pastPage, sql.past, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, after, pos.At, eras, ps, cs, ats, scan, r.Shard, r.shards(), endEra, end.String())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
@@ -439,7 +449,7 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 	switch full, last := head.full(r.Limits); {
 	case full:
 		page.End.At, page.End.AtEra = last.ID, last.Era
-	case head.scanned >= pastScan:
+	case head.scanned >= scan:
 		page.End.At, page.End.AtEra = head.scannedID, head.scannedEra
 	default:
 		page.End.Step, page.End.At, page.End.AtEra = Idle, 0, 0

@@ -8,20 +8,21 @@
 --
 -- After a move to another cluster nearly all rows are such, and handed out: one
 -- page looks at a bounded number, so that no statement runs for as long as the
--- table is large. The first row says how far it looked. Two ranges of the index,
+-- table is large; of many topics at so many of all, since few may be chosen. The
+-- first row says how far it looked. Two ranges of the index,
 -- below and above the server's own era, so that the rows of that are not read.
 -- System identifiers begin with the time of initdb, so eras sort by age.
 WITH scanned AS MATERIALIZED (
-    SELECT r.era, r.id, r.xid, r.key FROM (
+    SELECT r.era, r.id, r.xid, r.key, r.chosen FROM (
         (
-            SELECT m.era, m.id, m.xid, m.key FROM :messages m
-            WHERE :chosen AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
+            SELECT m.era, m.id, m.xid, m.key, :rest AS chosen FROM :messages m
+            WHERE :range AND m.era < outbox.era() AND (m.era, m.id) > ($5::bigint, $6::bigint)
             ORDER BY m.era, m.id LIMIT $11::bigint
         )
         UNION ALL
         (
-            SELECT m.era, m.id, m.xid, m.key FROM :messages m
-            WHERE :chosen
+            SELECT m.era, m.id, m.xid, m.key, :rest AS chosen FROM :messages m
+            WHERE :range
                 -- Where it begins must be one comparison: of two, the scan would
                 -- begin at this one and walk the rows of the server's own era.
                 AND (m.era, m.id) > (greatest($5::bigint, outbox.era()),
@@ -35,7 +36,7 @@ WITH scanned AS MATERIALIZED (
     FROM unnest($7::bigint[], $8::text[], $9::text[], $10::bigint[]) AS k (era, p, c, at)
 ), fresh AS MATERIALIZED (
     SELECT s.era, s.id FROM scanned s
-    WHERE ($13::integer = 1 OR outbox.shard(s.key, s.id, $13::integer) = $12::integer)
+    WHERE s.chosen AND ($13::integer = 1 OR outbox.shard(s.key, s.id, $13::integer) = $12::integer)
         AND (s.era IS DISTINCT FROM $14::bigint OR pg_visible_in_snapshot(s.xid, $15::text::pg_snapshot))
         AND NOT EXISTS (
         SELECT FROM known k
