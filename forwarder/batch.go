@@ -1,10 +1,10 @@
 package forwarder
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 )
@@ -34,9 +34,9 @@ const (
 	// single message may have more bytes.
 	maxBatch      = 1000
 	maxBatchBytes = 1 << 20
-	// callers is how many calls run at the same time: one is prepared while the
-	// other waits for the broker.
-	callers = 2
+	// maxCalls is how many calls run at the same time, beside those that hang: one is
+	// prepared while the other waits for the broker.
+	maxCalls = 2
 )
 
 // errBatchResult is of a publisher that does not do what BatchPublisher says.
@@ -46,13 +46,17 @@ var errBatchResult = errors.New("forwarder: PublishBatch must return no errors o
 // message.
 type combiner struct {
 	publisher BatchPublisher
+	// patience is how long a call may take. One that takes longer keeps what it has,
+	// and its place goes to another.
+	patience time.Duration
 	// begin is asked for each message when its call begins: it may have waited for
 	// long, and be another process's by now.
 	begin func(*consumed, outgoing) (call, error)
 
-	mu     sync.Mutex
-	queue  []*parcel
-	queued chan struct{}
+	mu    sync.Mutex
+	queue []*parcel
+	// calls counts the callers, those that hang aside.
+	calls int
 }
 
 // parcel is a message on its way; done gets what became of it.
@@ -63,8 +67,8 @@ type parcel struct {
 	done chan error
 }
 
-func newCombiner(publisher BatchPublisher, begin func(*consumed, outgoing) (call, error)) *combiner {
-	return &combiner{publisher: publisher, begin: begin, queued: make(chan struct{}, callers)}
+func newCombiner(publisher BatchPublisher, patience time.Duration, begin func(*consumed, outgoing) (call, error)) *combiner {
+	return &combiner{publisher: publisher, patience: patience, begin: begin}
 }
 
 // publish publishes a message together with others.
@@ -72,33 +76,40 @@ func (c *combiner) publish(of *consumed, out outgoing) error {
 	p := &parcel{consumed: of, outgoing: out, done: make(chan error, 1)}
 	c.mu.Lock()
 	c.queue = append(c.queue, p)
+	c.employ()
 	c.mu.Unlock()
-	select {
-	case c.queued <- struct{}{}:
-	default:
-	}
 	return <-p.done
 }
 
-// run calls the publisher until the context ends; nobody may call publish then.
-func (c *combiner) run(ctx context.Context) {
-	var calling sync.WaitGroup
-	defer calling.Wait()
-	for range callers {
-		calling.Go(func() { c.call(ctx) })
+// employ begins a caller for what is queued, if there may be another. Called with mu
+// held.
+func (c *combiner) employ() {
+	if len(c.queue) > 0 && c.calls < maxCalls {
+		c.calls++
+		go c.call()
 	}
 }
 
-func (c *combiner) call(ctx context.Context) {
+// leave makes a caller's place free.
+func (c *combiner) leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.calls--
+	c.employ()
+}
+
+// call calls the publisher until nothing is queued, or a call has hung.
+func (c *combiner) call() {
 	for {
-		if batch := c.take(); len(batch) > 0 {
-			c.send(batch)
-			continue
-		}
-		select {
-		case <-c.queued:
-		case <-ctx.Done():
+		batch := c.take()
+		if len(batch) == 0 {
+			c.leave()
 			return
+		}
+		hangs := time.AfterFunc(c.patience, c.leave)
+		c.send(batch)
+		if !hangs.Stop() {
+			return // another has the place
 		}
 	}
 }

@@ -1,7 +1,6 @@
 package forwarder
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -200,7 +199,8 @@ func TestWhatWaitsForABatch(t *testing.T) {
 func TestBatchesAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		b := newBatchBroker(nil)
-		c := newCombiner(b, func(_ *consumed, out outgoing) (call, error) {
+		b.perCall = time.Second
+		c := newCombiner(b, time.Hour, func(_ *consumed, out outgoing) (call, error) {
 			return call{msg: out.msg, ctx: newAttemptContext(t.Context(), time.Hour)}, nil
 		})
 		var publishing sync.WaitGroup
@@ -215,19 +215,14 @@ func TestBatchesAreBounded(t *testing.T) {
 			}
 			synctest.Wait()
 		}
+		// While these are on their way, the others gather.
+		publish(1, 1)
+		publish(1, 1)
 		publish(2*maxBatch+1, 1)
 		publish(5, maxBatchBytes/2)
 		publish(1, 2*maxBatchBytes)
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			c.run(ctx)
-			close(done)
-		}()
 		publishing.Wait()
-		cancel()
-		<-done
-		require.Equal(t, []int{maxBatch, maxBatch, 2, 2, 2, 1}, sorted(b.sizes), "1 and the first of the large ones go together")
+		require.Equal(t, []int{maxBatch, maxBatch, 2, 2, 2, 1, 1, 1}, sorted(b.sizes), "1 and the first of the large ones go together")
 		require.Equal(t, 2*maxBatchBytes, b.bytes)
 	})
 }

@@ -47,13 +47,6 @@ type pump struct {
 
 // run forwards the batches until the channel is closed.
 func (p *pump) run(batches <-chan []*message.Message) {
-	var combining sync.WaitGroup
-	if p.combiner != nil {
-		ctx, cancel := context.WithCancel(context.Background())
-		combining.Go(func() { p.combiner.run(ctx) })
-		defer combining.Wait()
-		defer cancel()
-	}
 	defer p.breaker.stop()
 	var workers sync.WaitGroup
 	defer workers.Wait()
