@@ -26,6 +26,9 @@ type BatchPublisher interface {
 	// failed. It returns nil if all are safe, and otherwise as many errors as there
 	// are messages, nil for those that are. Each message carries its own context. It
 	// may be called while another call runs.
+	//
+	// Unlike Publish it must not change the messages, which are published again if
+	// they fail, nor keep batch. Their Ack and Nack reach nobody.
 	PublishBatch(batch []Outgoing) []error
 }
 
@@ -49,14 +52,18 @@ type combiner struct {
 	// patience is how long a call may take. One that takes longer keeps what it has,
 	// and its place goes to another.
 	patience time.Duration
-	// begin is asked for each message when its call begins: it may have waited for
-	// long, and be another process's by now.
-	begin func(*consumed, outgoing) (call, error)
+	// mayBegin is asked for each message when its call begins: it may have waited for
+	// long, and be another process's by now. Deadline is that of the call.
+	mayBegin func(*consumed) error
+	deadline func() time.Time
 
 	mu    sync.Mutex
 	queue []*parcel
 	// calls counts the callers, those that hang aside.
 	calls int
+
+	// parcels are those that nothing is in, for the next messages.
+	parcels sync.Pool
 }
 
 // parcel is a message on its way; done gets what became of it.
@@ -67,18 +74,27 @@ type parcel struct {
 	done chan error
 }
 
-func newCombiner(publisher BatchPublisher, patience time.Duration, begin func(*consumed, outgoing) (call, error)) *combiner {
-	return &combiner{publisher: publisher, patience: patience, begin: begin}
+// call is a message in a call of the publisher.
+type call struct {
+	msg message.Message
+	ctx attemptContext
 }
 
 // publish publishes a message together with others.
 func (c *combiner) publish(of *consumed, out outgoing) error {
-	p := &parcel{consumed: of, outgoing: out, done: make(chan error, 1)}
+	p, ok := c.parcels.Get().(*parcel)
+	if !ok {
+		p = &parcel{done: make(chan error, 1)}
+	}
+	p.consumed, p.outgoing = of, out
 	c.mu.Lock()
 	c.queue = append(c.queue, p)
 	c.employ()
 	c.mu.Unlock()
-	return <-p.done
+	err := <-p.done
+	p.consumed, p.outgoing = nil, outgoing{}
+	c.parcels.Put(p)
+	return err
 }
 
 // employ begins a caller for what is queued, if there may be another. Called with mu
@@ -132,31 +148,39 @@ func (c *combiner) take() []*parcel {
 
 // send calls the publisher and tells each line what became of its message.
 func (c *combiner) send(batch []*parcel) {
-	parcels, calls, all := batch[:0], make([]call, 0, len(batch)), make([]Outgoing, 0, len(batch))
+	sent := batch[:0]
 	for _, p := range batch {
-		call, err := c.begin(p.consumed, p.outgoing)
-		if err != nil {
+		if err := c.mayBegin(p.consumed); err != nil {
 			p.done <- err
 			continue
 		}
-		parcels, calls, all = append(parcels, p), append(calls, call), append(all, Outgoing{Topic: p.outgoing.topic, Message: call.msg})
+		sent = append(sent, p)
 	}
-	if len(all) == 0 {
+	if len(sent) == 0 {
 		return
+	}
+	calls, all, deadline := make([]call, len(sent)), make([]Outgoing, len(sent)), c.deadline()
+	for i, p := range sent {
+		call := &calls[i]
+		call.ctx.Context, call.ctx.deadline = p.outgoing.context(p.consumed), deadline
+		// Everything of it but its context: see PublishBatch.
+		call.msg.UUID, call.msg.Metadata, call.msg.Payload = p.msg.UUID, p.msg.Metadata, p.msg.Payload
+		call.msg.SetContext(&call.ctx)
+		all[i] = Outgoing{Topic: p.outgoing.topic, Message: &call.msg}
 	}
 	var results []error
 	err := recovered(func() error {
 		results = c.publisher.PublishBatch(all)
 		return nil
 	})
-	if err == nil && results != nil && len(results) != len(all) {
-		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(all))
+	if err == nil && results != nil && len(results) != len(sent) {
+		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(sent))
 	}
-	for i, p := range parcels {
+	for i, p := range sent {
 		result := err
 		if err == nil && results != nil {
 			result = results[i]
 		}
-		p.done <- calls[i].end(result)
+		p.done <- calls[i].ctx.result(result)
 	}
 }

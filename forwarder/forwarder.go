@@ -163,7 +163,7 @@ func New(config Config, logger watermill.LoggerAdapter) (*Forwarder, error) {
 		}
 		p.working, p.halt = context.WithCancel(context.Background()) //nolint:fatcontext // one for each pump
 		if batches, ok := d.Publisher.(BatchPublisher); ok {
-			p.combiner = newCombiner(batches, d.patience(), p.begin)
+			p.combiner = &combiner{publisher: batches, patience: d.patience(), mayBegin: p.mayBegin, deadline: p.deadline}
 		}
 		f.pumps = append(f.pumps, p)
 	}
