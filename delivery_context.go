@@ -37,6 +37,9 @@ type deliveryKey struct{}
 // DeliveryFromCtx returns what is known of a message that a Subscriber handed
 // out, from the message's context.
 func DeliveryFromCtx(ctx context.Context) (Delivery, bool) {
+	if c, ok := ctx.(*deliveryContext); ok {
+		return c.delivery(), true // as it was handed out: nothing is allocated
+	}
 	d, ok := ctx.Value(deliveryKey{}).(Delivery)
 	return d, ok
 }
@@ -54,13 +57,17 @@ type deliveryContext struct {
 
 func (c *deliveryContext) Value(key any) any {
 	if key == (deliveryKey{}) {
-		return Delivery{
-			ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
-			Attempt: c.attempt, Topic: c.row.Topic, ConsumerGroup: c.group,
-		}
+		return c.delivery()
 	}
 	if key == (errorNoteKey{}) {
 		return &c.note
 	}
 	return c.Context.Value(key)
+}
+
+func (c *deliveryContext) delivery() Delivery {
+	return Delivery{
+		ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
+		Attempt: c.attempt, Topic: c.row.Topic, ConsumerGroup: c.group,
+	}
 }
