@@ -162,7 +162,7 @@ func (c *combiner) send(batch []*parcel) {
 	calls, all, deadline := make([]call, len(sent)), make([]Outgoing, len(sent)), c.deadline()
 	for i, p := range sent {
 		call := &calls[i]
-		call.ctx.Context, call.ctx.deadline = p.outgoing.context(p.consumed), deadline
+		call.ctx.Context, call.ctx.deadline = p.outgoing.context(p.consumed), deadline //nolint:fatcontext // one for each
 		// Everything of it but its context: see PublishBatch.
 		call.msg.UUID, call.msg.Metadata, call.msg.Payload = p.msg.UUID, p.msg.Metadata, p.msg.Payload
 		call.msg.SetContext(&call.ctx)
