@@ -44,7 +44,9 @@ var _ forwarder.BatchPublisher = (*Publisher)(nil)
 // NewPublisher returns a Publisher on a connection of the caller's, whom it belongs
 // to. Make it with nats.ReconnectBufSize(-1): with a buffer, what is published
 // while the server is away is reported as failed and sent all the same later, out
-// of order.
+// of order. Make js with nats.PublishAsyncTimeout, for instance of the time limit of
+// the messages: without one the client keeps each acknowledgement that never comes
+// in mind until it is connected anew, and with 4000 of them publishes no more.
 func NewPublisher(js nats.JetStreamContext, config PublisherConfig) (*Publisher, error) {
 	if js == nil {
 		return nil, errors.New("jetstream: NewPublisher needs a JetStreamContext")
