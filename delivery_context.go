@@ -4,7 +4,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/millrace/watermill-outbox/internal/delivery"
+	"github.com/millrace/watermill-outbox/internal/window"
 )
 
 // Delivery is what is known of a message beside its content. It is in the
@@ -37,6 +37,9 @@ type deliveryKey struct{}
 // DeliveryFromCtx returns what is known of a message that a Subscriber handed
 // out, from the message's context.
 func DeliveryFromCtx(ctx context.Context) (Delivery, bool) {
+	if c, ok := ctx.(*deliveryContext); ok {
+		return c.delivery(), true // as it was handed out: nothing is allocated
+	}
 	d, ok := ctx.Value(deliveryKey{}).(Delivery)
 	return d, ok
 }
@@ -46,22 +49,25 @@ func DeliveryFromCtx(ctx context.Context) (Delivery, bool) {
 type deliveryContext struct {
 	context.Context //nolint:containedctx // is a context
 
-	of    delivery.Of
-	group string
-	note  errorNote
+	row     *window.Row
+	attempt int
+	group   string
+	note    errorNote
 }
 
 func (c *deliveryContext) Value(key any) any {
-	switch key {
-	case deliveryKey{}:
-		return Delivery{
-			ID: c.of.Row.ID, Era: c.of.Row.Era, OrderingKey: c.of.Row.Key, PublishedAt: c.of.Row.CreatedAt,
-			Attempt: c.of.Attempt, Topic: c.of.Row.Topic, ConsumerGroup: c.group,
-		}
-	case delivery.OfKey{}:
-		return &c.of
-	case errorNoteKey{}:
+	if key == (deliveryKey{}) {
+		return c.delivery()
+	}
+	if key == (errorNoteKey{}) {
 		return &c.note
 	}
 	return c.Context.Value(key)
+}
+
+func (c *deliveryContext) delivery() Delivery {
+	return Delivery{
+		ID: c.row.ID, Era: c.row.Era, OrderingKey: c.row.Key, PublishedAt: c.row.CreatedAt,
+		Attempt: c.attempt, Topic: c.row.Topic, ConsumerGroup: c.group,
+	}
 }

@@ -160,7 +160,7 @@ func (s *subscription) deliver(stop context.Context, held *lease.Lease, status *
 	engine := delivery.Engine{
 		Policy: policy, Out: s.out, Batches: s.batches, Base: s.base, Stop: stop, Slots: s.slots, Alone: s.consumer.alone,
 		Wrap: func(ctx context.Context, row *window.Row, attempt int) context.Context {
-			return &deliveryContext{Context: ctx, of: delivery.Of{Row: row, Attempt: attempt}, group: s.key.Group}
+			return &deliveryContext{Context: ctx, row: row, attempt: attempt, group: s.key.Group}
 		},
 		Reason: func(ctx context.Context) error { return errorNoteFrom(ctx).get() },
 		Valid:  held.Valid, Store: verdicts{s.consumer, held, tracker}, Died: s.died, Logger: logger,

@@ -116,7 +116,7 @@ func (b *bench) forwarding(ctx context.Context) (s *forwarding, err error) {
 		s.conn, err = nats.Connect(s.broker.URL(), nats.ReconnectBufSize(-1))
 	}
 	if err == nil {
-		js, _ := s.conn.JetStream()
+		js, _ := s.conn.JetStream(nats.PublishAsyncTimeout(forwarder.DefaultPublishTimeout))
 		s.batches, err = jetstream.NewPublisher(js, jetstream.PublisherConfig{})
 	}
 	if err != nil {

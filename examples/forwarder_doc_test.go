@@ -52,7 +52,7 @@ func forwardInBatches(ctx context.Context, url string, source forwarder.Source) 
 		return err
 	}
 	defer conn.Close()
-	js, err := conn.JetStream()
+	js, err := conn.JetStream(nats.PublishAsyncTimeout(forwarder.DefaultPublishTimeout))
 	if err != nil {
 		return err
 	}

@@ -2,6 +2,8 @@ package forwarder
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"sync"
 	"time"
 )
@@ -21,8 +23,8 @@ type attemptContext struct {
 	over   bool
 }
 
-func newAttemptContext(parent context.Context, timeout time.Duration) *attemptContext {
-	return &attemptContext{Context: parent, deadline: time.Now().Add(timeout)}
+func newAttemptContext(parent context.Context, deadline time.Time) *attemptContext {
+	return &attemptContext{Context: parent, deadline: deadline}
 }
 
 func (c *attemptContext) Deadline() (time.Time, bool) {
@@ -73,4 +75,19 @@ func (c *attemptContext) end() {
 	if c.cancel != nil {
 		c.cancel()
 	}
+}
+
+// result ends a call, and returns what it came to. A publisher whose time was up
+// need not say so in its own error.
+func (c *attemptContext) result(err error) error {
+	if err == nil {
+		c.end()
+		return nil
+	}
+	late := c.Err()
+	c.end()
+	if errors.Is(late, context.DeadlineExceeded) && !errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("%w: %w", late, err)
+	}
+	return err
 }

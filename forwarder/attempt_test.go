@@ -28,7 +28,7 @@ func TestAttemptContext(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					parent, cancelParent := context.WithCancel(context.WithValue(t.Context(), key{}, "value"))
 					defer cancelParent()
-					c := newAttemptContext(parent, time.Second)
+					c := newAttemptContext(parent, time.Now().Add(time.Second))
 					defer c.end()
 					require.NoError(t, c.Err())
 					require.Equal(t, "value", c.Value(key{}))

@@ -1,10 +1,10 @@
 package forwarder
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 )
@@ -26,6 +26,9 @@ type BatchPublisher interface {
 	// failed. It returns nil if all are safe, and otherwise as many errors as there
 	// are messages, nil for those that are. Each message carries its own context. It
 	// may be called while another call runs.
+	//
+	// Unlike Publish it must not change the messages, which are published again if
+	// they fail, nor keep batch. Their Ack and Nack reach nobody.
 	PublishBatch(batch []Outgoing) []error
 }
 
@@ -34,9 +37,9 @@ const (
 	// single message may have more bytes.
 	maxBatch      = 1000
 	maxBatchBytes = 1 << 20
-	// callers is how many calls run at the same time: one is prepared while the
-	// other waits for the broker.
-	callers = 2
+	// maxCalls is how many calls run at the same time, beside those that hang: one is
+	// prepared while the other waits for the broker.
+	maxCalls = 2
 )
 
 // errBatchResult is of a publisher that does not do what BatchPublisher says.
@@ -46,13 +49,21 @@ var errBatchResult = errors.New("forwarder: PublishBatch must return no errors o
 // message.
 type combiner struct {
 	publisher BatchPublisher
-	// begin is asked for each message when its call begins: it may have waited for
-	// long, and be another process's by now.
-	begin func(*consumed, outgoing) (call, error)
+	// patience is how long a call may take. One that takes longer keeps what it has,
+	// and its place goes to another.
+	patience time.Duration
+	// mayBegin is asked for each message when its call begins: it may have waited for
+	// long, and be another process's by now. Deadline is that of the call.
+	mayBegin func(*consumed) error
+	deadline func() time.Time
 
-	mu     sync.Mutex
-	queue  []*parcel
-	queued chan struct{}
+	mu    sync.Mutex
+	queue []*parcel
+	// calls counts the callers, those that hang aside.
+	calls int
+
+	// parcels are those that nothing is in, for the next messages.
+	parcels sync.Pool
 }
 
 // parcel is a message on its way; done gets what became of it.
@@ -63,42 +74,58 @@ type parcel struct {
 	done chan error
 }
 
-func newCombiner(publisher BatchPublisher, begin func(*consumed, outgoing) (call, error)) *combiner {
-	return &combiner{publisher: publisher, begin: begin, queued: make(chan struct{}, callers)}
+// call is a message in a call of the publisher.
+type call struct {
+	msg message.Message
+	ctx attemptContext
 }
 
 // publish publishes a message together with others.
 func (c *combiner) publish(of *consumed, out outgoing) error {
-	p := &parcel{consumed: of, outgoing: out, done: make(chan error, 1)}
+	p, ok := c.parcels.Get().(*parcel)
+	if !ok {
+		p = &parcel{done: make(chan error, 1)}
+	}
+	p.consumed, p.outgoing = of, out
 	c.mu.Lock()
 	c.queue = append(c.queue, p)
+	c.employ()
 	c.mu.Unlock()
-	select {
-	case c.queued <- struct{}{}:
-	default:
-	}
-	return <-p.done
+	err := <-p.done
+	p.consumed, p.outgoing = nil, outgoing{}
+	c.parcels.Put(p)
+	return err
 }
 
-// run calls the publisher until the context ends; nobody may call publish then.
-func (c *combiner) run(ctx context.Context) {
-	var calling sync.WaitGroup
-	defer calling.Wait()
-	for range callers {
-		calling.Go(func() { c.call(ctx) })
+// employ begins a caller for what is queued, if there may be another. Called with mu
+// held.
+func (c *combiner) employ() {
+	if len(c.queue) > 0 && c.calls < maxCalls {
+		c.calls++
+		go c.call()
 	}
 }
 
-func (c *combiner) call(ctx context.Context) {
+// leave makes a caller's place free.
+func (c *combiner) leave() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.calls--
+	c.employ()
+}
+
+// call calls the publisher until nothing is queued, or a call has hung.
+func (c *combiner) call() {
 	for {
-		if batch := c.take(); len(batch) > 0 {
-			c.send(batch)
-			continue
-		}
-		select {
-		case <-c.queued:
-		case <-ctx.Done():
+		batch := c.take()
+		if len(batch) == 0 {
+			c.leave()
 			return
+		}
+		hangs := time.AfterFunc(c.patience, c.leave)
+		c.send(batch)
+		if !hangs.Stop() {
+			return // another has the place
 		}
 	}
 }
@@ -121,31 +148,39 @@ func (c *combiner) take() []*parcel {
 
 // send calls the publisher and tells each line what became of its message.
 func (c *combiner) send(batch []*parcel) {
-	parcels, calls, all := batch[:0], make([]call, 0, len(batch)), make([]Outgoing, 0, len(batch))
+	sent := batch[:0]
 	for _, p := range batch {
-		call, err := c.begin(p.consumed, p.outgoing)
-		if err != nil {
+		if err := c.mayBegin(p.consumed); err != nil {
 			p.done <- err
 			continue
 		}
-		parcels, calls, all = append(parcels, p), append(calls, call), append(all, Outgoing{Topic: p.outgoing.topic, Message: call.msg})
+		sent = append(sent, p)
 	}
-	if len(all) == 0 {
+	if len(sent) == 0 {
 		return
+	}
+	calls, all, deadline := make([]call, len(sent)), make([]Outgoing, len(sent)), c.deadline()
+	for i, p := range sent {
+		call := &calls[i]
+		call.ctx.Context, call.ctx.deadline = p.outgoing.context(p.consumed), deadline //nolint:fatcontext // one for each
+		// Everything of it but its context: see PublishBatch.
+		call.msg.UUID, call.msg.Metadata, call.msg.Payload = p.msg.UUID, p.msg.Metadata, p.msg.Payload
+		call.msg.SetContext(&call.ctx)
+		all[i] = Outgoing{Topic: p.outgoing.topic, Message: &call.msg}
 	}
 	var results []error
 	err := recovered(func() error {
 		results = c.publisher.PublishBatch(all)
 		return nil
 	})
-	if err == nil && results != nil && len(results) != len(all) {
-		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(all))
+	if err == nil && results != nil && len(results) != len(sent) {
+		err = fmt.Errorf("%w: %d for %d", errBatchResult, len(results), len(sent))
 	}
-	for i, p := range parcels {
+	for i, p := range sent {
 		result := err
 		if err == nil && results != nil {
 			result = results[i]
 		}
-		p.done <- calls[i].end(result)
+		p.done <- calls[i].ctx.result(result)
 	}
 }

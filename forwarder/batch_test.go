@@ -1,7 +1,6 @@
 package forwarder
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -200,34 +199,68 @@ func TestWhatWaitsForABatch(t *testing.T) {
 func TestBatchesAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		b := newBatchBroker(nil)
-		c := newCombiner(b, func(_ *consumed, out outgoing) (call, error) {
-			return call{msg: out.msg, ctx: newAttemptContext(t.Context(), time.Hour)}, nil
-		})
+		b.perCall = time.Second
+		c := &combiner{
+			publisher: b, patience: time.Hour,
+			mayBegin: func(*consumed) error { return nil }, deadline: func() time.Time { return time.Now().Add(time.Hour) },
+		}
 		var publishing sync.WaitGroup
 		publish := func(n, size int) {
 			for range n {
 				msg := message.NewMessage("u", make([]byte, size))
 				publishing.Go(func() {
-					if err := c.publish(&consumed{Message: msg}, outgoing{topic: "t", msg: msg}); err != nil {
+					if err := c.publish(&consumed{Message: msg, ctx: t.Context()}, outgoing{topic: "t", msg: msg}); err != nil {
 						t.Error(err)
 					}
 				})
 			}
 			synctest.Wait()
 		}
+		// While these are on their way, the others gather.
+		publish(1, 1)
+		publish(1, 1)
 		publish(2*maxBatch+1, 1)
 		publish(5, maxBatchBytes/2)
 		publish(1, 2*maxBatchBytes)
-		ctx, cancel := context.WithCancel(t.Context())
-		done := make(chan struct{})
-		go func() {
-			c.run(ctx)
-			close(done)
-		}()
 		publishing.Wait()
-		cancel()
-		<-done
-		require.Equal(t, []int{maxBatch, maxBatch, 2, 2, 2, 1}, sorted(b.sizes), "1 and the first of the large ones go together")
+		require.Equal(t, []int{maxBatch, maxBatch, 2, 2, 2, 1, 1, 1}, sorted(b.sizes), "1 and the first of the large ones go together")
 		require.Equal(t, 2*maxBatchBytes, b.bytes)
+	})
+}
+
+// What is in a batch is not what the source has: its Ack reaches nobody. It is the
+// same when it comes again.
+func TestTheMessagesOfABatch(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		source := storing(rowsOf("k", "l")...)
+		for i := range source.rows {
+			source.rows[i].metadata = message.Metadata{"a": "b"}
+		}
+		b := newBatchBroker(nil)
+		tries := map[string]int{}
+		b.result = func(batch []Outgoing) []error {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			errs := make([]error, len(batch))
+			for i, out := range batch {
+				if tries[out.Message.UUID]++; tries[out.Message.UUID] < 3 {
+					errs[i] = errDown
+				}
+				out.Message.Ack()
+				require.Equal(t, message.Metadata{"a": "b", "id": fmt.Sprint("7-", out.Message.UUID[1:])}, out.Message.Metadata)
+				require.Equal(t, "payload of "+out.Message.UUID, string(out.Message.Payload))
+				require.NotNil(t, out.Message.Context().Value(fakeRowKey{}))
+				deadline, ok := out.Message.Context().Deadline()
+				require.True(t, ok)
+				require.Equal(t, DefaultPublishTimeout, time.Until(deadline))
+			}
+			return errs
+		}
+		f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b, DeduplicationKey: "id"}}})
+		synctest.Wait()
+		require.Empty(t, source.ackedIDs("default"))
+		f.wait()
+		require.Equal(t, map[string]int{"k1": 3, "l2": 3}, tries)
+		require.Equal(t, []int64{1, 2}, source.ackedIDs("default"))
 	})
 }

@@ -2,6 +2,7 @@ package forwarder
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"time"
@@ -28,6 +29,9 @@ const (
 type breaker struct {
 	limit   int
 	backoff backoff.Policy
+	// patience is how long a try stands: one whose publisher hangs must not keep the
+	// others out.
+	patience time.Duration
 
 	mu sync.Mutex
 	// failures counts those in a row; pauses the tries that failed since it opened.
@@ -43,14 +47,18 @@ type breaker struct {
 	// changes nothing: the end of an earlier try, the timer of an earlier pause.
 	turn try
 	// free says that it is half-open and nobody was there to try.
-	free  bool
+	free bool
+	// timer ends the pause while it is open, and a try while it is half-open.
 	timer *time.Timer
 }
 
 // try is the right to find out whether the destination is up, 0 if there is none:
-// the breaker is closed. Of the others one at a time stands, until accept, fail or
-// giveUp.
+// the breaker is closed. Of the others one at a time stands, until accept, fail,
+// giveUp or the end of its time.
 type try uint64
+
+// errHangs is why a destination failed whose publisher did not return.
+var errHangs = errors.New("forwarder: a call of the publisher does not return")
 
 // waiter is somebody who waits for the breaker.
 type waiter struct {
@@ -58,8 +66,8 @@ type waiter struct {
 	may chan try
 }
 
-func newBreaker(limit int, policy backoff.Policy) *breaker {
-	return &breaker{limit: limit, backoff: policy, state: BreakerClosed, since: time.Now()}
+func newBreaker(limit int, policy backoff.Policy, patience time.Duration) *breaker {
+	return &breaker{limit: limit, backoff: policy, patience: patience, state: BreakerClosed, since: time.Now()}
 }
 
 // enter waits until a message may be published.
@@ -73,8 +81,7 @@ func (b *breaker) enter(ctx context.Context) (try, error) {
 		b.mu.Unlock()
 		return 0, nil
 	case b.free:
-		b.free = false
-		turn := b.turn
+		turn := b.begin()
 		b.mu.Unlock()
 		return turn, nil
 	}
@@ -113,7 +120,33 @@ func (b *breaker) next() {
 	}
 	w := b.waiting[0]
 	b.waiting = slices.Delete(b.waiting, 0, 1)
-	w.may <- b.turn
+	w.may <- b.begin()
+}
+
+// begin begins a try. Called with mu held.
+func (b *breaker) begin() try {
+	b.free = false
+	b.after(b.patience, func() {
+		b.err = errHangs
+		b.next()
+	})
+	return b.turn
+}
+
+// after does something when a time is over, unless things have gone on by then.
+// Called with mu held, as do is.
+func (b *breaker) after(d time.Duration, do func()) {
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	state, turn := b.state, b.turn
+	b.timer = time.AfterFunc(d, func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		if b.state == state && b.turn == turn {
+			do()
+		}
+	})
 }
 
 // standing reports whether the outcome of a try matters. Called with mu held.
@@ -172,14 +205,7 @@ func (b *breaker) fail(err error, turn try) {
 	b.pauses++
 	b.turn++
 	b.state = BreakerOpen
-	opened := b.turn
-	b.timer = time.AfterFunc(b.backoff.Delay(b.pauses), func() {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		if b.state == BreakerOpen && b.turn == opened {
-			b.next()
-		}
-	})
+	b.after(b.backoff.Delay(b.pauses), b.next)
 }
 
 // acceptances returns how many messages the destination took so far: if that is

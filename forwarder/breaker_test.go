@@ -16,7 +16,7 @@ import (
 // grow, in turn, and closes for all.
 func TestBreaker(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		b := newBreaker(3, backoff.Policy{Min: time.Second, Max: 4 * time.Second})
+		b := newBreaker(3, backoff.Policy{Min: time.Second, Max: 4 * time.Second}, time.Hour)
 		enter := func() try {
 			turn, err := b.enter(t.Context())
 			require.NoError(t, err)
@@ -77,7 +77,7 @@ func TestBreaker(t *testing.T) {
 // opened again since, and somebody who is called up just when he leaves.
 func TestBreakerTurns(t *testing.T) {
 	bubble(t, func(t *testing.T) {
-		b := newBreaker(1, backoff.Policy{Min: time.Second, Max: time.Second})
+		b := newBreaker(1, backoff.Policy{Min: time.Second, Max: time.Second}, time.Hour)
 		b.fail(errDown, 0)
 		time.Sleep(time.Second)
 		old, err := b.enter(t.Context())
@@ -120,6 +120,51 @@ func TestBreakerTurns(t *testing.T) {
 		fourth, err := b.enter(t.Context())
 		require.NoError(t, err)
 		require.NotZero(t, fourth)
+		b.stop()
+	})
+}
+
+// A try whose publisher hangs does not keep the others out: when its time is over
+// another one may try, whether it waits already or comes later, and what the first
+// one says then is of no account, unless it is a success.
+func TestBreakerTurnsEnd(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		const limit = time.Minute
+		b := newBreaker(1, backoff.Policy{Min: time.Second, Max: time.Second}, limit)
+		enter := func(wait time.Duration) try {
+			t.Helper()
+			began := time.Now()
+			turn, err := b.enter(t.Context())
+			require.NoError(t, err)
+			require.LessOrEqual(t, time.Since(began), wait)
+			require.GreaterOrEqual(t, time.Since(began), wait*4/5, "pauses are shorter at random")
+			return turn
+		}
+		b.fail(errDown, enter(0))
+		first := enter(time.Second)
+		second := enter(limit)
+		require.NotEqual(t, first, second)
+		state, _, _, err := b.status()
+		require.Equal(t, BreakerHalfOpen, state)
+		require.ErrorIs(t, err, errHangs)
+		b.fail(errDown, first)
+		state, _, _, _ = b.status()
+		require.Equal(t, BreakerHalfOpen, state, "the second still tries")
+
+		// Nobody waits when the time of the second is over.
+		time.Sleep(10 * limit)
+		third := enter(0)
+		time.Sleep(limit - time.Second)
+		b.fail(errDown, third) // in time
+		fourth := enter(time.Second)
+		time.Sleep(limit - 2*time.Second) // the third's would be over by then
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err = b.enter(ctx)
+		require.ErrorIs(t, err, context.DeadlineExceeded, "each has a time of its own")
+		b.giveUp(fourth)
+		b.accept() // the first one's call has returned after all
+		require.Equal(t, try(0), enter(0))
 		b.stop()
 	})
 }

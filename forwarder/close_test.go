@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -231,5 +233,99 @@ func TestALostLease(t *testing.T) {
 		require.Zero(t, f.Status().Destinations[0].FailingCount, "they are not ours")
 		require.Zero(t, b.ended)
 		f.wait()
+	})
+}
+
+// hanging is a publisher whose calls for a line hang until they are released,
+// whatever their contexts say. All others are refused until the first one hangs.
+type hanging struct {
+	*broker
+
+	line    string
+	hangs   chan struct{}
+	release chan struct{}
+}
+
+func newHanging(line string) *hanging {
+	h := &hanging{broker: newBroker(nil), line: line, hangs: make(chan struct{}), release: make(chan struct{})}
+	var once sync.Once
+	h.verdict = func(_ string, msg *message.Message) error {
+		if strings.HasPrefix(msg.UUID, line) && h.broker.tried(msg.UUID) > DefaultFailures {
+			once.Do(func() { close(h.hangs) })
+			<-h.release
+			return errDown
+		}
+		select {
+		case <-h.hangs:
+			return nil
+		default:
+			return errDown
+		}
+	}
+	return h
+}
+
+// A publisher that hangs as the one that tries keeps the others out for no longer
+// than twice its time, and Close returns.
+func TestAPublisherThatHangsAsItTries(t *testing.T) {
+	for name, publisher := range map[string]func(h *hanging) message.Publisher{
+		"one by one": func(h *hanging) message.Publisher { return h.broker },
+		"batches":    func(h *hanging) message.Publisher { return &batchBroker{broker: h.broker} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				source := storing(rowsOf("k", "l", "m", "k", "l", "m")...)
+				source.live = true
+				h := newHanging("k")
+				defer close(h.release)
+				f := run(t, Config{Source: source, Destinations: []Destination{{
+					Publisher: publisher(h), PublishTimeout: time.Minute, MaxBackoff: time.Second,
+				}}})
+				<-h.hangs
+				require.Empty(t, source.ackedIDs("default"))
+				time.Sleep(2*time.Minute + 2*time.Second)
+				require.ElementsMatch(t, []string{"l2", "l5", "m3", "m6"}, h.uuids())
+				require.Equal(t, BreakerClosed, f.Status().Destinations[0].Breaker)
+				began := time.Now()
+				f.end()
+				require.LessOrEqual(t, time.Since(began), DefaultCloseTimeout+returnTimeout)
+				require.Equal(t, []int64{2, 3, 5, 6}, source.ackedIDs("default"))
+			})
+		})
+	}
+}
+
+// Calls of PublishBatch that hang keep their own lines, and no others: there are as
+// many more calls.
+func TestBatchesThatHang(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		source := storing()
+		source.live = true
+		release := make(chan struct{})
+		defer close(release)
+		b := newBatchBroker(func(_ string, msg *message.Message) error {
+			if msg.UUID[0] == 'h' {
+				<-release
+			}
+			return nil
+		})
+		f := run(t, Config{Source: source, Destinations: []Destination{{Publisher: b, PublishTimeout: time.Minute}}})
+		for _, r := range rowsOf("ha", "hb", "hc", "hd", "k", "l", "k", "l") {
+			source.add(r)
+			synctest.Wait()
+		}
+		require.Empty(t, b.took(), "all calls hang")
+		// Each of the two lets another begin: one with hc, hd, k and l, the next with
+		// what comes behind.
+		time.Sleep(2*time.Minute + time.Second)
+		for _, r := range []row{{number: 11, topic: "t", key: "x", uuid: "x1"}, {number: 12, topic: "t", key: "y", uuid: "y1"}} {
+			source.add(r)
+			synctest.Wait()
+		}
+		time.Sleep(10 * time.Minute)
+		require.Subset(t, b.uuids(), []string{"x1", "y1"})
+		began := time.Now()
+		f.end()
+		require.LessOrEqual(t, time.Since(began), DefaultCloseTimeout+returnTimeout)
 	})
 }

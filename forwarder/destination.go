@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -99,7 +100,8 @@ type Destination struct {
 
 	// PublishTimeout is the deadline of the context that a message carries to the
 	// publisher. One that does not heed it holds up its line until it returns:
-	// going on would break the order. Defaults to DefaultPublishTimeout.
+	// going on would break the order. After twice that time it holds up no others.
+	// Defaults to DefaultPublishTimeout.
 	PublishTimeout time.Duration
 
 	// Classify says whose fault a publisher's error is. Defaults to the function
@@ -169,6 +171,12 @@ func (d *Destination) validate() error {
 		}
 	}
 	return nil
+}
+
+// patience is how long a call of the publisher, and a Ping after it, take if they
+// heed their contexts. What takes longer hangs.
+func (d *Destination) patience() time.Duration {
+	return 2 * min(d.PublishTimeout, math.MaxInt64/2)
 }
 
 func (d *Destination) backoff() backoff.Policy {

@@ -62,7 +62,9 @@
 // opens: nobody publishes, until after a pause, which doubles each time, one message
 // tries. The waiting lines take turns at that, for the message that tries may be what
 // fails: the first line that is healthy closes the breaker, and proves the fault of
-// the others.
+// the others. A turn ends after twice the Destination.PublishTimeout, since the
+// publisher may hang, which nothing can end: the call keeps its goroutine and its
+// line, and no others.
 //
 // One case remains: messages with unknown errors are all there is, and nothing else
 // can show that the destination is up. One that has failed MaxAttempts times without

@@ -2,9 +2,11 @@ package forwarder
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
 	"net"
+	"net/url"
 	"os"
 	"syscall"
 
@@ -31,22 +33,75 @@ const (
 
 // Classify is what a Destination uses that has no function of its own. It knows
 // failures of connections and time limits, by the types of the standard library,
-// and errors of outbox.Permanent. What only a broker's package knows, such as that
-// a message is too large, it does not: see docs/forwarder.md for the errors of
-// some.
+// and errors of outbox.Permanent. The rest is unknown: what only a broker's package
+// knows, such as that a message is too large (see docs/forwarder.md for the errors of
+// some), and what cannot be an address, a URL or a request, which is the message's
+// if its topic or metadata are in it, and the destination's if not.
 func Classify(err error) Fault {
-	var network net.Error
-	var errno syscall.Errno
-	var temporary interface{ Temporary() bool }
 	switch {
 	case outbox.IsPermanent(err):
 		return FaultPermanent
-	case errors.As(err, &network), errors.As(err, &errno),
-		errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.ErrClosedPipe), errors.Is(err, net.ErrClosed),
-		errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, context.DeadlineExceeded):
-		return FaultDestination
-	case errors.As(err, &temporary) && temporary.Temporary():
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.ErrClosedPipe), errors.Is(err, net.ErrClosed),
+		errors.Is(err, os.ErrDeadlineExceeded), errors.Is(err, context.DeadlineExceeded), evidenceOf(err) == ofConnection:
 		return FaultDestination
 	}
 	return FaultUnknown
+}
+
+// evidence is what an error says of a connection, in rising order of what counts
+// when several are joined.
+type evidence int
+
+const (
+	// ofNothing: it says nothing.
+	ofNothing evidence = iota
+	// ofRequest: what was asked of it is at fault.
+	ofRequest
+	// ofConnection: the connection is.
+	ofConnection
+)
+
+// evidenceOf looks at an error and all that it wraps. What is inside knows more.
+func evidenceOf(err error) evidence {
+	inside := ofNothing
+	switch e := err.(type) { //nolint:errorlint // each is looked at by itself
+	case interface{ Unwrap() error }:
+		inside = evidenceOf(e.Unwrap())
+	case interface{ Unwrap() []error }:
+		for _, one := range e.Unwrap() {
+			inside = max(inside, evidenceOf(one))
+		}
+	}
+	if inside != ofNothing {
+		return inside
+	}
+	return evidenceAlone(err)
+}
+
+// evidenceAlone looks at an error without what it wraps.
+func evidenceAlone(err error) evidence {
+	switch e := err.(type) { //nolint:errorlint // without what it wraps
+	case *url.Error:
+		return ofNothing // net/http makes one of everything, and each is a net.Error
+	case *net.AddrError, *net.ParseError, net.InvalidAddrError, net.UnknownNetworkError:
+		return ofRequest // each is a net.Error
+	case *net.OpError:
+		if e.Op == "readfrom" || e.Op == "writeto" {
+			return ofNothing // the other side of the copy failed
+		}
+		return ofConnection
+	case syscall.Errno:
+		switch e {
+		case syscall.EMSGSIZE, syscall.ENAMETOOLONG, syscall.EINVAL:
+			return ofRequest
+		}
+		return ofConnection
+	case net.Error, *tls.CertificateVerificationError, tls.RecordHeaderError, tls.AlertError:
+		return ofConnection
+	case interface{ Temporary() bool }:
+		if e.Temporary() {
+			return ofConnection
+		}
+	}
+	return ofNothing
 }

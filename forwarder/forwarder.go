@@ -158,12 +158,12 @@ func New(config Config, logger watermill.LoggerAdapter) (*Forwarder, error) {
 	for _, d := range config.Destinations {
 		p := &pump{
 			settings: settings{Config: config, destination: d}, destinations: destinations, handle: chain(config.Middlewares),
-			breaker: newBreaker(d.Failures, d.backoff()), logger: logger.With(watermill.LogFields{"destination": d.Name}),
+			breaker: newBreaker(d.Failures, d.backoff(), d.patience()), logger: logger.With(watermill.LogFields{"destination": d.Name}),
 			failing: map[string]*failure{},
 		}
 		p.working, p.halt = context.WithCancel(context.Background()) //nolint:fatcontext // one for each pump
 		if batches, ok := d.Publisher.(BatchPublisher); ok {
-			p.combiner = newCombiner(batches, p.begin)
+			p.combiner = &combiner{publisher: batches, patience: d.patience(), mayBegin: p.mayBegin, deadline: p.deadline}
 		}
 		f.pumps = append(f.pumps, p)
 	}

@@ -3,6 +3,7 @@ package forwarder
 import (
 	"context"
 	"fmt"
+	"maps"
 	"runtime/debug"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -36,6 +37,8 @@ type consumed struct {
 	// it is known.
 	out      []outgoing
 	prepared bool
+	// single holds out, which is one message as a rule.
+	single [1]outgoing
 	// failures counts those in this process.
 	failures int
 	// attempts counts those it has spent here, where the source does not.
@@ -79,13 +82,17 @@ func (p *pump) transform(c *consumed) ([]outgoing, error) {
 		}
 		topic, msg = destination, inner
 	}
-	produced, err := p.handle(msg)
-	if err != nil {
-		return nil, fmt.Errorf("forwarder: middleware: %w", err)
+	produced := []*message.Message{msg}
+	if len(p.Middlewares) > 0 {
+		var err error
+		if produced, err = p.handle(msg); err != nil {
+			return nil, fmt.Errorf("forwarder: middleware: %w", err)
+		}
 	}
-	var out []outgoing
+	out := c.single[:0]
 	for _, msg := range produced {
-		topics, err := p.route(msg, topic, c.key)
+		var single [1]string
+		topics, err := p.route(single[:0], msg, topic, c.key)
 		if err != nil {
 			return nil, err
 		}
@@ -119,19 +126,26 @@ func (p *pump) address(c *consumed, msg *message.Message, topic string, before i
 		topic, msg = p.destination.EnvelopeTopic, outer
 	}
 	if id != "" {
-		ctx := msg.Context()
-		msg = msg.Copy()
-		msg.SetContext(ctx)
 		// On the envelope, if there is one: that is what the broker sees.
-		msg.Metadata.Set(p.destination.DeduplicationKey, id)
+		msg = withMetadata(msg, p.destination.DeduplicationKey, id)
 	}
 	return outgoing{topic: topic, msg: msg}, nil
 }
 
-// route returns the topics of this destination that a message goes to. A route is
+// withMetadata returns a message with something added to its metadata, and all else
+// the same.
+func withMetadata(msg *message.Message, key, value string) *message.Message {
+	with := &message.Message{UUID: msg.UUID, Metadata: make(message.Metadata, len(msg.Metadata)+1), Payload: msg.Payload}
+	with.SetContext(msg.Context())
+	maps.Copy(with.Metadata, msg.Metadata)
+	with.Metadata[key] = value
+	return with
+}
+
+// route appends the topics of this destination that a message goes to. A route is
 // looked at as a whole, so that one that makes no sense leads nowhere: not to one
 // destination, and for the other into the dead letters.
-func (p *pump) route(msg *message.Message, topic, key string) ([]string, error) {
+func (p *pump) route(topics []string, msg *message.Message, topic, key string) ([]string, error) {
 	targets := []Target{{Destination: p.destination.Name}}
 	if p.Route != nil {
 		if err := recovered(func() (err error) {
@@ -141,7 +155,6 @@ func (p *pump) route(msg *message.Message, topic, key string) ([]string, error) 
 			return nil, outbox.Permanent(&RouteError{Topic: topic, Err: err})
 		}
 	}
-	var topics []string
 	for _, target := range targets {
 		if target.Destination == "" {
 			target.Destination = DefaultDestination

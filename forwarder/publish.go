@@ -2,10 +2,8 @@ package forwarder
 
 import (
 	"context"
-	"errors"
 	"fmt"
-
-	"github.com/ThreeDotsLabs/watermill/message"
+	"time"
 )
 
 // publish publishes what is left of a message, one by one, and takes each away
@@ -31,48 +29,36 @@ func (p *pump) publish(c *consumed) error {
 }
 
 func (p *pump) publishOne(c *consumed, out outgoing) error {
-	call, err := p.begin(c, out)
-	if err != nil {
+	if err := p.mayBegin(c); err != nil {
 		return err
 	}
-	return call.end(recovered(func() error { return p.destination.Publisher.Publish(out.topic, call.msg) }))
-}
-
-// call is a message on its way through the publisher.
-type call struct {
-	msg *message.Message
-	ctx *attemptContext
-}
-
-// begin returns a message for one call of the publisher, which begins now, or an
-// error if it must not begin any more. The message is a copy, since the publisher
-// may change it, and its decorators leave marks on it.
-func (p *pump) begin(c *consumed, out outgoing) (call, error) {
-	if err := context.Cause(p.working); err != nil {
-		return call{}, err
-	}
-	if err := context.Cause(c.ctx); err != nil {
-		return call{}, err
-	}
-	parent := c.ctx
-	if own := out.msg.Context(); own != parent {
-		parent = valueContext{Context: parent, values: context.WithoutCancel(own)}
-	}
-	ctx := newAttemptContext(parent, p.destination.PublishTimeout)
+	// A publisher may change its message, and decorators leave marks on it.
 	msg := out.msg.Copy()
+	ctx := newAttemptContext(out.context(c), p.deadline())
 	msg.SetContext(ctx)
-	return call{msg: msg, ctx: ctx}, nil
+	return ctx.result(recovered(func() error { return p.destination.Publisher.Publish(out.topic, msg) }))
 }
 
-// end ends a call, and returns what it came to. A publisher whose time was up need
-// not say so in its own error.
-func (c call) end(err error) error {
-	late := c.ctx.Err()
-	c.ctx.end()
-	if err != nil && errors.Is(late, context.DeadlineExceeded) && !errors.Is(err, context.DeadlineExceeded) {
-		return fmt.Errorf("%w: %w", late, err)
+// mayBegin returns an error if a message must not be published any more.
+func (p *pump) mayBegin(c *consumed) error {
+	if p.working.Err() != nil {
+		return context.Cause(p.working)
 	}
-	return err
+	if c.ctx.Err() != nil {
+		return context.Cause(c.ctx)
+	}
+	return nil
+}
+
+// deadline is that of a call that begins now.
+func (p *pump) deadline() time.Time { return time.Now().Add(p.destination.PublishTimeout) }
+
+// context returns what the contexts of calls are made of, given what it became of.
+func (o outgoing) context(of *consumed) context.Context {
+	if own := o.msg.Context(); own != of.ctx {
+		return valueContext{Context: of.ctx, values: context.WithoutCancel(own)}
+	}
+	return of.ctx
 }
 
 // valueContext ends with the consumed message, and has the values that middlewares

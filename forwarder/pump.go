@@ -36,6 +36,9 @@ type pump struct {
 	published, inFlight atomic.Int64
 	// over is set when the source has closed its channel.
 	over atomic.Bool
+	// workers forward lines; idle counts those that wait for one.
+	workers sync.WaitGroup
+	idle    atomic.Int64
 
 	mu sync.Mutex
 	// failing are the messages that fail, by what they are remembered by. Those that
@@ -47,25 +50,31 @@ type pump struct {
 
 // run forwards the batches until the channel is closed.
 func (p *pump) run(batches <-chan []*message.Message) {
-	var combining sync.WaitGroup
-	if p.combiner != nil {
-		ctx, cancel := context.WithCancel(context.Background())
-		combining.Go(func() { p.combiner.run(ctx) })
-		defer combining.Wait()
-		defer cancel()
-	}
 	defer p.breaker.stop()
-	var workers sync.WaitGroup
-	defer workers.Wait()
+	p.employ(batches)
+	p.workers.Wait()
+}
+
+// employ begins a worker.
+func (p *pump) employ(batches <-chan []*message.Message) {
+	p.idle.Add(1)
+	p.workers.Go(func() { p.work(batches) })
+}
+
+// work forwards one batch after the other, and sees to it that somebody waits for
+// the next. So there are as many workers as were ever needed at once, and one more:
+// to begin one for each batch, whose stack grows anew, costs more than what it does.
+func (p *pump) work(batches <-chan []*message.Message) {
 	for batch := range batches {
+		if p.idle.Add(-1) == 0 {
+			p.employ(batches)
+		}
 		p.inFlight.Add(1)
-		workers.Go(func() {
-			defer p.inFlight.Add(-1)
-			p.forward(batch)
-		})
+		p.forward(batch)
+		p.inFlight.Add(-1)
+		p.idle.Add(1)
 	}
-	p.over.Store(true)
-	if p.working.Err() == nil {
+	if !p.over.Swap(true) && p.working.Err() == nil {
 		p.logger.Info("The source has closed its channel: nothing more comes for this destination", nil)
 	}
 }
@@ -73,14 +82,15 @@ func (p *pump) run(batches <-chan []*message.Message) {
 // forward publishes the messages of a line, one after the other, until one has to
 // be left.
 func (p *pump) forward(batch []*message.Message) {
-	line := make([]*consumed, len(batch))
+	line := make([]consumed, len(batch))
 	for i, msg := range batch {
-		line[i] = &consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)}
+		line[i] = consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)}
 	}
-	for len(line) > 0 && (line[0].settled || p.one(line[0], line[1:])) {
+	for len(line) > 0 && (line[0].settled || p.one(&line[0], line[1:])) {
 		line = line[1:]
 	}
-	for _, c := range line {
+	for i := range line {
+		c := &line[i]
 		if c.settled {
 			continue
 		}
@@ -112,7 +122,7 @@ func (p *pump) enter(c *consumed) (turn try, ok bool) {
 
 // one publishes a message, for as long as it takes, and reports whether it is
 // settled. If not, it and what is behind it are left.
-func (p *pump) one(c *consumed, behind []*consumed) bool {
+func (p *pump) one(c *consumed, behind []consumed) bool {
 	for !p.ended(c) {
 		if err := p.prepare(c); err != nil {
 			if p.ended(c) { // which may be why it failed
@@ -214,11 +224,11 @@ func (p *pump) faultOf(c *consumed, err error) Fault {
 
 // accepts reports whether the destination takes the first of the messages behind
 // one that it did not take just now, or a part of it. It is acked if it is whole.
-func (p *pump) accepts(behind []*consumed) bool {
+func (p *pump) accepts(behind []consumed) bool {
 	if len(behind) == 0 {
 		return false
 	}
-	c := behind[0]
+	c := &behind[0]
 	if p.ended(c) || c.settled {
 		return false
 	}

@@ -417,3 +417,26 @@ func TestMemoryIsBounded(t *testing.T) {
 		f.end()
 	})
 }
+
+// There are as many workers as were ever needed at once, and one that waits: neither
+// is one begun for each batch, nor does one that hangs keep others from being served.
+func TestWorkers(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		keys := make([]string, 60)
+		for i := range keys {
+			keys[i] = string(rune('a' + i%3))
+		}
+		source := storing(rowsOf(keys...)...)
+		source.live = true
+		b := newBroker(nil)
+		f := run(t, Config{Source: source, BatchSize: 1, Destinations: []Destination{{Publisher: b}}})
+		synctest.Wait()
+		require.Equal(t, 3, f.Status().Destinations[0].InFlight)
+		time.Sleep(time.Minute)
+		require.Len(t, b.took(), 60)
+		require.Zero(t, f.Status().Destinations[0].InFlight)
+		require.GreaterOrEqual(t, f.pumps[0].idle.Load(), int64(4))
+		require.LessOrEqual(t, f.pumps[0].idle.Load(), int64(7), "three more may have acked, and not yet have waited")
+		f.end()
+	})
+}

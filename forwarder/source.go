@@ -2,7 +2,7 @@ package forwarder
 
 import (
 	"context"
-	"fmt"
+	"strconv"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -61,5 +61,5 @@ func (o origin) id() string {
 	if o.number == 0 {
 		return ""
 	}
-	return fmt.Sprintf("%d-%d", o.era, o.number)
+	return strconv.FormatInt(o.era, 10) + "-" + strconv.FormatInt(o.number, 10)
 }

@@ -98,8 +98,8 @@ func (f *outboxFeed) subscribe(ctx context.Context) (<-chan []*message.Message, 
 }
 
 func (f *outboxFeed) origin(msg *message.Message) origin {
-	of, _ := msg.Context().Value(delivery.OfKey{}).(*delivery.Of)
-	return origin{topic: of.Row.Topic, key: of.Row.Key, era: of.Row.Era, number: of.Row.ID, attempt: of.Attempt}
+	d, _ := outbox.DeliveryFromCtx(msg.Context())
+	return origin{topic: d.Topic, key: d.OrderingKey, era: d.Era, number: d.ID, attempt: d.Attempt}
 }
 
 // fail leaves the rest to the subscription, which counts attempts durably.

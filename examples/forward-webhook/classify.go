@@ -30,8 +30,8 @@ func (r refusals) RoundTrip(request *http.Request) (*http.Response, error) {
 }
 
 // classify knows the statuses that say that a message is wrong. All others are of the
-// server: it is busy, in trouble, or does not know us. The status comes first, since
-// net/http makes an error of the connection of everything.
+// server: it is busy, in trouble, or does not know us. Without one the server gave no
+// answer, and forwarder.Classify sees why.
 func classify(err error) forwarder.Fault {
 	var status statusError
 	if !errors.As(err, &status) {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	wmnats "github.com/ThreeDotsLabs/watermill-nats/v2/pkg/nats"
@@ -43,7 +44,9 @@ var _ forwarder.BatchPublisher = (*Publisher)(nil)
 // NewPublisher returns a Publisher on a connection of the caller's, whom it belongs
 // to. Make it with nats.ReconnectBufSize(-1): with a buffer, what is published
 // while the server is away is reported as failed and sent all the same later, out
-// of order.
+// of order. Make js with nats.PublishAsyncTimeout, for instance of the time limit of
+// the messages: without one the client keeps each acknowledgement that never comes
+// in mind until it is connected anew, and with 4000 of them publishes no more.
 func NewPublisher(js nats.JetStreamContext, config PublisherConfig) (*Publisher, error) {
 	if js == nil {
 		return nil, errors.New("jetstream: NewPublisher needs a JetStreamContext")
@@ -90,7 +93,9 @@ func (p *Publisher) PublishBatch(batch []forwarder.Outgoing) []error {
 		futures[i], err = p.send(out)
 		fail(i, err)
 	}
-	for i, future := range futures {
+	// The last first: when it is acknowledged the others are, as a rule, and who has to
+	// wait for one takes more of the machine than the message itself.
+	for i, future := range slices.Backward(futures) {
 		if future != nil {
 			fail(i, await(batch[i].Message.Context(), future))
 		}
@@ -110,17 +115,26 @@ func (p *Publisher) send(out forwarder.Outgoing) (nats.PubAckFuture, error) {
 }
 
 func await(ctx context.Context, future nats.PubAckFuture) error {
+	ok := future.Ok()
 	select {
-	case <-future.Ok(): // without asking the context for more than it has
+	case <-ok: // without asking the context for more than it has
 		return nil
 	default:
 	}
+	failed := future.Err()
 	select {
-	case <-future.Ok():
+	case <-ok:
 		return nil
-	case err := <-future.Err():
+	case err := <-failed:
 		return err
 	case <-ctx.Done():
+	}
+	select { // while others were waited for
+	case <-ok:
+		return nil
+	case err := <-failed:
+		return err
+	default:
 		return context.Cause(ctx)
 	}
 }

@@ -10,8 +10,6 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
-
-	"github.com/millrace/watermill-outbox/internal/window"
 )
 
 // Why a message's context ends, beside its Ack or Nack.
@@ -22,17 +20,6 @@ var (
 	ErrHeldUp    = errors.New("a message before it in its batch was not acked")
 	errLeaseOver = errors.New("the lease ran out before the message was taken from the channel")
 )
-
-// Of is what a message is of: a row, and which of its deliveries. It is in the
-// context of the message, at OfKey, for those parts of this module for which it must
-// cost nothing. What they find may be read while the message is in flight.
-type Of struct {
-	Row     *window.Row
-	Attempt int
-}
-
-// OfKey is where the context of a message has its Of, by a pointer.
-type OfKey struct{}
 
 // handout is what a worker has in flight: a message, or the batch of a line.
 type handout struct {
