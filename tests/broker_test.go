@@ -107,6 +107,13 @@ func requireInBroker(t *testing.T, broker brokertest.Broker, topic string, want 
 	t.Helper()
 	received, err := broker.Received(t.Context(), topic)
 	require.NoError(t, err)
+	sent := map[string]*message.Message{}
+	wantKeys := map[string][]string{}
+	for _, msg := range want {
+		sent[msg.UUID] = msg
+		key := msg.Metadata[outbox.DefaultKeyMetadata]
+		wantKeys[key] = append(wantKeys[key], msg.UUID)
+	}
 	seen := map[string]bool{}
 	keys := map[string][]string{}
 	for _, msg := range received {
@@ -117,19 +124,13 @@ func requireInBroker(t *testing.T, broker brokertest.Broker, topic string, want 
 		seen[msg.UUID] = true
 		key := msg.Metadata[outbox.DefaultKeyMetadata]
 		keys[key] = append(keys[key], msg.UUID)
-		i, err := strconv.Atoi(msg.Metadata["Number"])
-		require.NoError(t, err)
-		require.Equal(t, want[i].UUID, msg.UUID)
-		require.Equal(t, want[i].Metadata, msg.Metadata)
-		require.True(t, bytes.Equal(want[i].Payload, msg.Payload), "payload %q became %q", want[i].Payload, msg.Payload)
+		original := sent[msg.UUID]
+		require.NotNil(t, original, "%s: what is %s?", broker.Name(), msg.UUID)
+		require.Equal(t, original.Metadata, msg.Metadata, broker.Name())
+		require.True(t, bytes.Equal(original.Payload, msg.Payload), "%s: payload %.100q became %.100q", broker.Name(), original.Payload, msg.Payload)
 		require.NotNil(t, msg.Payload)
 	}
-	wantKeys := map[string][]string{}
-	for _, msg := range want {
-		key := msg.Metadata[outbox.DefaultKeyMetadata]
-		wantKeys[key] = append(wantKeys[key], msg.UUID)
-	}
-	require.Equal(t, wantKeys, keys)
+	require.Equal(t, wantKeys, keys, broker.Name())
 	return duplicates
 }
 
@@ -203,5 +204,40 @@ func TestForwardBrokerMidPublish(t *testing.T) {
 				require.Equal(t, copies-1, requireInBroker(t, broker, topic, messages))
 			})
 		}
+	}
+}
+
+// A broker refuses what it is told to, and what is too large for it, and goes on to
+// take what is not.
+func TestForwardBrokerRefuses(t *testing.T) {
+	t.Parallel()
+	for _, kind := range brokerKinds {
+		t.Run(kind.name, func(t *testing.T) {
+			t.Parallel()
+			broker := newBroker(t, kind.open)
+			const topic = "orders"
+			publisher := brokerPublisher(t, broker)
+			messages := brokerMessages(3, 1)
+			for range 2 {
+				require.NoError(t, broker.Refuse(t.Context(), topic))
+				require.NoError(t, broker.Refuse(t.Context(), topic), "again")
+				require.Error(t, publisher.Publish(topic, messages[0]))
+				require.NoError(t, broker.Declare(t.Context(), topic))
+				publishUntilDone(t, publisher, topic, messages[0])
+				requireInBroker(t, broker, topic, messages[:1])
+			}
+			if limit := broker.MaxPayload(); limit > 0 {
+				large := brokerMessages(1, 1)[0]
+				large.Payload = make([]byte, limit+1)
+				require.Error(t, publisher.Publish(topic, large))
+				large.UUID, large.Payload = messages[1].UUID, large.Payload[:limit-limit/100]
+				publishUntilDone(t, publisher, topic, large)
+				messages[1] = large
+			} else {
+				publishUntilDone(t, publisher, topic, messages[1])
+			}
+			publishUntilDone(t, publisher, topic, messages[2])
+			requireInBroker(t, broker, topic, messages)
+		})
 	}
 }
