@@ -27,22 +27,26 @@ type brokerKind struct {
 	// open is for tests that only cut connections, start for those that end the
 	// broker. They are the same where a start costs nothing.
 	open, start func(context.Context) (brokertest.Broker, error)
+	// connect returns a publisher to the broker at an address, in another process.
+	connect func(address string, logger watermill.LoggerAdapter) (message.Publisher, error)
 }
 
 // brokerKinds are all kinds; RabbitMQ's is added in broker_rabbitmq_test.go.
 var brokerKinds = []brokerKind{
-	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start)},
-	{"redis", asBroker(redis.Open), asBroker(redis.Start)},
-	{"kafka", asBroker(openKafka), asBroker(startKafka)},
-	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start)},
+	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start), jetstream.Connect},
+	{"redis", asBroker(redis.Open), asBroker(redis.Start), redis.Connect},
+	{"kafka", asBroker(openKafka), asBroker(startKafka), kafkaOptions.Connect},
+	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start), webhook.Connect},
 }
 
+var kafkaOptions = kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata}
+
 func openKafka(ctx context.Context) (*kafka.Broker, error) {
-	return kafka.Open(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+	return kafka.Open(ctx, kafkaOptions)
 }
 
 func startKafka(ctx context.Context) (*kafka.Broker, error) {
-	return kafka.Start(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+	return kafka.Start(ctx, kafkaOptions)
 }
 
 func asBroker[B brokertest.Broker](start func(context.Context) (B, error)) func(context.Context) (brokertest.Broker, error) {

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/nats-io/nats.go"
@@ -147,15 +148,42 @@ func (f *forwardTest) requireForwarded(t *testing.T) map[string]verdict {
 // batchPublisher returns our publisher of batches to JetStream, through the proxy.
 func batchPublisher(t *testing.T, url string) message.Publisher {
 	t.Helper()
+	publisher, err := connectBatches(url, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, publisher.Close()) })
+	return publisher
+}
+
+// connectBatches returns one that closes its connection, too.
+func connectBatches(url string, _ watermill.LoggerAdapter) (message.Publisher, error) {
 	conn, err := nats.Connect(url, nats.MaxReconnects(-1), nats.ReconnectWait(brokertest.ReconnectInterval), nats.ReconnectJitter(0, 0), nats.ReconnectBufSize(-1),
 		nats.Timeout(brokertest.PublishTimeout), nats.PingInterval(brokertest.PublishTimeout), nats.MaxPingsOutstanding(1))
-	require.NoError(t, err)
-	t.Cleanup(conn.Close)
+	if err != nil {
+		return nil, err
+	}
 	js, err := conn.JetStream()
-	require.NoError(t, err)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
 	publisher, err := jetstream.NewPublisher(js, jetstream.PublisherConfig{})
-	require.NoError(t, err)
-	return publisher
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return connectedPublisher{publisher, conn}, nil
+}
+
+// connectedPublisher has its connection to itself.
+type connectedPublisher struct {
+	*jetstream.Publisher
+
+	conn *nats.Conn
+}
+
+func (p connectedPublisher) Close() error {
+	defer p.conn.Close()
+	return p.Publisher.Close()
 }
 
 // Every broker has its connections cut, with calls under way, and is ended hard and
