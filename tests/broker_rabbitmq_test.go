@@ -14,7 +14,7 @@ import (
 // Not with the race detector, which reports watermill-amqp v3.0.2: Publish looks at
 // whether it is connected while its connection's goroutine writes that.
 func init() {
-	brokerKinds = append(brokerKinds, brokerKind{"rabbitmq", asBroker(rabbitmq.Open), asBroker(rabbitmq.Start)})
+	brokerKinds = append(brokerKinds, brokerKind{"rabbitmq", asBroker(rabbitmq.Open), asBroker(rabbitmq.Start), rabbitmq.Connect})
 }
 
 // A broker with other users can't be ended, and its topics are one's own.

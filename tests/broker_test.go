@@ -27,22 +27,26 @@ type brokerKind struct {
 	// open is for tests that only cut connections, start for those that end the
 	// broker. They are the same where a start costs nothing.
 	open, start func(context.Context) (brokertest.Broker, error)
+	// connect returns a publisher to the broker at an address, in another process.
+	connect func(address string, logger watermill.LoggerAdapter) (message.Publisher, error)
 }
 
 // brokerKinds are all kinds; RabbitMQ's is added in broker_rabbitmq_test.go.
 var brokerKinds = []brokerKind{
-	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start)},
-	{"redis", asBroker(redis.Open), asBroker(redis.Start)},
-	{"kafka", asBroker(openKafka), asBroker(startKafka)},
-	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start)},
+	{"jetstream", asBroker(jetstream.Start), asBroker(jetstream.Start), jetstream.Connect},
+	{"redis", asBroker(redis.Open), asBroker(redis.Start), redis.Connect},
+	{"kafka", asBroker(openKafka), asBroker(startKafka), kafkaOptions.Connect},
+	{"webhook", asBroker(webhook.Start), asBroker(webhook.Start), webhook.Connect},
 }
 
+var kafkaOptions = kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata}
+
 func openKafka(ctx context.Context) (*kafka.Broker, error) {
-	return kafka.Open(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+	return kafka.Open(ctx, kafkaOptions)
 }
 
 func startKafka(ctx context.Context) (*kafka.Broker, error) {
-	return kafka.Start(ctx, kafka.Options{KeyMetadata: outbox.DefaultKeyMetadata})
+	return kafka.Start(ctx, kafkaOptions)
 }
 
 func asBroker[B brokertest.Broker](start func(context.Context) (B, error)) func(context.Context) (brokertest.Broker, error) {
@@ -107,6 +111,13 @@ func requireInBroker(t *testing.T, broker brokertest.Broker, topic string, want 
 	t.Helper()
 	received, err := broker.Received(t.Context(), topic)
 	require.NoError(t, err)
+	sent := map[string]*message.Message{}
+	wantKeys := map[string][]string{}
+	for _, msg := range want {
+		sent[msg.UUID] = msg
+		key := msg.Metadata[outbox.DefaultKeyMetadata]
+		wantKeys[key] = append(wantKeys[key], msg.UUID)
+	}
 	seen := map[string]bool{}
 	keys := map[string][]string{}
 	for _, msg := range received {
@@ -117,19 +128,13 @@ func requireInBroker(t *testing.T, broker brokertest.Broker, topic string, want 
 		seen[msg.UUID] = true
 		key := msg.Metadata[outbox.DefaultKeyMetadata]
 		keys[key] = append(keys[key], msg.UUID)
-		i, err := strconv.Atoi(msg.Metadata["Number"])
-		require.NoError(t, err)
-		require.Equal(t, want[i].UUID, msg.UUID)
-		require.Equal(t, want[i].Metadata, msg.Metadata)
-		require.True(t, bytes.Equal(want[i].Payload, msg.Payload), "payload %q became %q", want[i].Payload, msg.Payload)
+		original := sent[msg.UUID]
+		require.NotNil(t, original, "%s: what is %s?", broker.Name(), msg.UUID)
+		require.Equal(t, original.Metadata, msg.Metadata, broker.Name())
+		require.True(t, bytes.Equal(original.Payload, msg.Payload), "%s: payload %.100q became %.100q", broker.Name(), original.Payload, msg.Payload)
 		require.NotNil(t, msg.Payload)
 	}
-	wantKeys := map[string][]string{}
-	for _, msg := range want {
-		key := msg.Metadata[outbox.DefaultKeyMetadata]
-		wantKeys[key] = append(wantKeys[key], msg.UUID)
-	}
-	require.Equal(t, wantKeys, keys)
+	require.Equal(t, wantKeys, keys, broker.Name())
 	return duplicates
 }
 
@@ -203,5 +208,40 @@ func TestForwardBrokerMidPublish(t *testing.T) {
 				require.Equal(t, copies-1, requireInBroker(t, broker, topic, messages))
 			})
 		}
+	}
+}
+
+// A broker refuses what it is told to, and what is too large for it, and goes on to
+// take what is not.
+func TestForwardBrokerRefuses(t *testing.T) {
+	t.Parallel()
+	for _, kind := range brokerKinds {
+		t.Run(kind.name, func(t *testing.T) {
+			t.Parallel()
+			broker := newBroker(t, kind.open)
+			const topic = "orders"
+			publisher := brokerPublisher(t, broker)
+			messages := brokerMessages(3, 1)
+			for range 2 {
+				require.NoError(t, broker.Refuse(t.Context(), topic))
+				require.NoError(t, broker.Refuse(t.Context(), topic), "again")
+				require.Error(t, publisher.Publish(topic, messages[0]))
+				require.NoError(t, broker.Declare(t.Context(), topic))
+				publishUntilDone(t, publisher, topic, messages[0])
+				requireInBroker(t, broker, topic, messages[:1])
+			}
+			if limit := broker.MaxPayload(); limit > 0 {
+				large := brokerMessages(1, 1)[0]
+				large.Payload = make([]byte, limit+1)
+				require.Error(t, publisher.Publish(topic, large))
+				large.UUID, large.Payload = messages[1].UUID, large.Payload[:limit-limit/100]
+				publishUntilDone(t, publisher, topic, large)
+				messages[1] = large
+			} else {
+				publishUntilDone(t, publisher, topic, messages[1])
+			}
+			publishUntilDone(t, publisher, topic, messages[2])
+			requireInBroker(t, broker, topic, messages)
+		})
 	}
 }

@@ -1,18 +1,15 @@
 package tests
 
 import (
-	"bufio"
 	"context"
-	"fmt"
 	"math/rand/v2"
-	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
-	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/nats-io/nats.go"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -147,15 +144,42 @@ func (f *forwardTest) requireForwarded(t *testing.T) map[string]verdict {
 // batchPublisher returns our publisher of batches to JetStream, through the proxy.
 func batchPublisher(t *testing.T, url string) message.Publisher {
 	t.Helper()
+	publisher, err := connectBatches(url, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, publisher.Close()) })
+	return publisher
+}
+
+// connectBatches returns one that closes its connection, too.
+func connectBatches(url string, _ watermill.LoggerAdapter) (message.Publisher, error) {
 	conn, err := nats.Connect(url, nats.MaxReconnects(-1), nats.ReconnectWait(brokertest.ReconnectInterval), nats.ReconnectJitter(0, 0), nats.ReconnectBufSize(-1),
 		nats.Timeout(brokertest.PublishTimeout), nats.PingInterval(brokertest.PublishTimeout), nats.MaxPingsOutstanding(1))
-	require.NoError(t, err)
-	t.Cleanup(conn.Close)
+	if err != nil {
+		return nil, err
+	}
 	js, err := conn.JetStream()
-	require.NoError(t, err)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
 	publisher, err := jetstream.NewPublisher(js, jetstream.PublisherConfig{})
-	require.NoError(t, err)
-	return publisher
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return connectedPublisher{publisher, conn}, nil
+}
+
+// connectedPublisher has its connection to itself.
+type connectedPublisher struct {
+	*jetstream.Publisher
+
+	conn *nats.Conn
+}
+
+func (p connectedPublisher) Close() error {
+	defer p.conn.Close()
+	return p.Publisher.Close()
 }
 
 // Every broker has its connections cut, with calls under way, and is ended hard and
@@ -242,76 +266,4 @@ func TestForwardDatabaseRestart(t *testing.T) {
 	verdicts := f.requireForwarded(t)
 	stop()
 	require.Zero(t, verdicts["jetstream"].Duplicated)
-}
-
-// forwardURL is the database of a process that forwards, forwardBroker the NATS
-// server that it forwards to.
-const (
-	forwardURL    = "OUTBOX_TEST_FORWARD_URL"
-	forwardBroker = "OUTBOX_TEST_FORWARD_BROKER"
-)
-
-// forwardAsChild forwards until it is killed or its standard input ends.
-func forwardAsChild() error {
-	db, err := pgxpool.ParseConfig(os.Getenv(forwardURL))
-	if err != nil {
-		return err
-	}
-	consumer, err := outbox.NewConsumer(db, outbox.ConsumerConfig{
-		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: childCheckpoint, Lease: outbox.MinLease, Mode: testMode,
-	}, nil)
-	if err != nil {
-		return err
-	}
-	publisher, err := broker.NewPublisher(os.Getenv(forwardBroker), nil)
-	if err != nil {
-		return err
-	}
-	f, err := forwarder.New(forwarder.Config{
-		Source:       forwarder.FromOutbox(consumer, outbox.SubscriberConfig{}, outbox.AllTopics()),
-		Destinations: []forwarder.Destination{{Publisher: publisher, DeduplicationKey: forwarder.NATSMessageID, Classify: faulty}},
-	}, nil)
-	if err != nil {
-		return err
-	}
-	go func() {
-		_, _ = bufio.NewReader(os.Stdin).ReadByte()
-		_ = f.Close()
-	}()
-	if err := f.Run(context.Background()); err != nil {
-		return err
-	}
-	return consumer.Close()
-}
-
-// Processes that forward are killed with kill -9, one after the other, while a
-// workload goes on: the broker has everything, once, and in order.
-func TestForwardKill(t *testing.T) {
-	t.Parallel()
-
-	f := newForwardTest(t, newFixture(t))
-	b := newBroker(t, asBroker(broker.Start))
-	f.destination(t, forwarder.DefaultDestination, b, nil)
-	start := func() *child {
-		return f.startChild(t, "", outbox.MinLease, forwardURL+"="+f.url, forwardBroker+"="+b.(*broker.Broker).URL(), childURL+"=")
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	var writing sync.WaitGroup
-	writing.Go(func() { f.write(ctx, 3) })
-	for range number("OUTBOX_TEST_KILLS", 8) / 4 {
-		c := start()
-		before := f.verdict(t, forwarder.DefaultDestination).Delivered
-		require.Eventually(t, func() bool {
-			return f.verdict(t, forwarder.DefaultDestination).Delivered > before+20
-		}, waitFor, 50*time.Millisecond, "it forwards nothing")
-		c.kill()
-	}
-	last := start()
-	cancel()
-	writing.Wait()
-	verdicts := f.requireForwarded(t)
-	require.NoError(t, last.stdin.Close())
-	require.NoError(t, last.command.Wait())
-	require.Zero(t, verdicts[forwarder.DefaultDestination].Duplicated, fmt.Sprint(verdicts))
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -45,9 +46,9 @@ func (p *pickyPublisher) Publish(_ string, messages ...*message.Message) error {
 func (p *pickyPublisher) Close() error { return nil }
 
 // runForwarder runs a Forwarder until the test stops it.
-func runForwarder(t *testing.T, config forwarder.Config) (f *forwarder.Forwarder, stop func()) {
+func runForwarder(t *testing.T, config forwarder.Config, logger watermill.LoggerAdapter) (f *forwarder.Forwarder, stop func()) {
 	t.Helper()
-	f, err := forwarder.New(config, nil)
+	f, err := forwarder.New(config, logger)
 	require.NoError(t, err)
 	ended := make(chan struct{})
 	go func() {
@@ -81,7 +82,7 @@ func TestForwardSuspect(t *testing.T) {
 		Source:       forwarder.FromOutbox(f.consumer(nil), outbox.SubscriberConfig{Retry: outbox.RetryConfig{MinBackoff: 1, MaxBackoff: 1}}, outbox.AllTopics()),
 		Destinations: []forwarder.Destination{{Publisher: out, MinBackoff: time.Millisecond, MaxBackoff: time.Millisecond}},
 		MaxAttempts:  5,
-	})
+	}, nil)
 	for n := 0; n < 20; {
 		n = receiveOne(t, out.asked)
 	}
@@ -111,8 +112,8 @@ func TestForwardTwoWithDefaults(t *testing.T) {
 		Source:       forwarder.FromOutbox(consumer, outbox.SubscriberConfig{}, outbox.AllTopics()),
 		Destinations: []forwarder.Destination{{Publisher: out}},
 	}
-	_, stopFirst := runForwarder(t, config)
-	_, stopSecond := runForwarder(t, config)
+	_, stopFirst := runForwarder(t, config, nil)
+	_, stopSecond := runForwarder(t, config, nil)
 	var got []string
 	for range sent {
 		got = append(got, receiveOne(t, out.taken))

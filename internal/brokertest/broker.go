@@ -44,6 +44,20 @@ type Broker interface {
 	// be called again for the same topic.
 	Declare(ctx context.Context, topics ...string) error
 
+	// Refuse makes the broker refuse what is published to a topic, whose messages are
+	// lost, until it is declared again. The publisher's error says no more than that
+	// the broker does not want it.
+	Refuse(ctx context.Context, topic string) error
+
+	// MaxPayload is how many bytes the broker, or its publisher, takes for a payload
+	// at most: no more than this are taken, and somewhat fewer if the limit is that of
+	// a message with its metadata. 0 if there is no such limit, or it is not known.
+	MaxPayload() int
+
+	// Address says to another process of this machine where the broker is: its
+	// package's Connect returns a publisher like that of Publisher, past the Proxy.
+	Address() string
+
 	// Received returns all messages of a topic that are in the broker, in its order
 	// and with duplicates, read from the broker itself and not through the Proxy.
 	// It takes none away. A payload is never nil. The broker must be up.

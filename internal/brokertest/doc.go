@@ -29,6 +29,11 @@
 // server has other users. So each Broker puts a prefix of its own in front of its
 // topics, which neither publishers nor Received show.
 //
+// # Other processes
+//
+// A process that is to be killed publishes to the brokers of the test that kills it:
+// it is told their Address, and each package's Connect makes a publisher of that.
+//
 // # What is left behind
 //
 // Programs are started through a small shell script, which ends them and removes their

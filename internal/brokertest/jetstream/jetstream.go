@@ -85,6 +85,17 @@ func (b *Broker) URL() string {
 	return "nats://" + net.JoinHostPort(b.options.Host, fmt.Sprint(b.options.Port))
 }
 
+// Address implements [brokertest.Broker]: it is the URL.
+func (b *Broker) Address() string { return b.URL() }
+
+// Connect returns a publisher to the broker at an Address.
+func Connect(address string, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	return NewPublisher(address, logger)
+}
+
+// MaxPayload implements [brokertest.Broker]. It includes the metadata.
+func (b *Broker) MaxPayload() int { return server.MAX_PAYLOAD_SIZE }
+
 // Publisher implements [brokertest.Broker].
 func (b *Broker) Publisher(logger watermill.LoggerAdapter) (message.Publisher, error) {
 	return NewPublisher("nats://"+b.Proxy().Addr(), logger)
@@ -129,6 +140,16 @@ func (b *Broker) Declare(ctx context.Context, topics ...string) error {
 			if _, err := js.AddStream(&nats.StreamConfig{Name: Stream(topic), Subjects: []string{topic}}, nats.Context(ctx)); err != nil {
 				return fmt.Errorf("jetstream: make a stream for %s: %w", topic, err)
 			}
+		}
+		return nil
+	})
+}
+
+// Refuse implements [brokertest.Broker]: no stream has the topic.
+func (b *Broker) Refuse(ctx context.Context, topic string) error {
+	return b.Do(func(js nats.JetStreamContext) error {
+		if err := js.DeleteStream(Stream(topic), nats.Context(ctx)); err != nil && !errors.Is(err, nats.ErrStreamNotFound) {
+			return fmt.Errorf("jetstream: delete the stream of %s: %w", topic, err)
 		}
 		return nil
 	})

@@ -144,12 +144,31 @@ func (b *Broker) Publisher(logger watermill.LoggerAdapter) (message.Publisher, e
 	// Clients learn the brokers' addresses from the brokers.
 	config.Net.Proxy.Enable = true
 	config.Net.Proxy.Dialer = b.Proxy()
-	publisher, err := b.options.NewPublisher(b.brokers, config, logger)
+	return b.options.prefixed(b.brokers, b.prefix, config, logger)
+}
+
+func (o Options) prefixed(brokers []string, prefix string, config *sarama.Config, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	publisher, err := o.NewPublisher(brokers, config, logger)
 	if err != nil {
 		return nil, err
 	}
-	return brokertest.Prefixed{Publisher: publisher, Prefix: b.prefix}, nil
+	return brokertest.Prefixed{Publisher: publisher, Prefix: prefix}, nil
 }
+
+// Address implements [brokertest.Broker].
+func (b *Broker) Address() string {
+	return brokertest.JoinAddress(strings.Join(b.brokers, ","), b.prefix)
+}
+
+// Connect returns a publisher to the broker at an Address.
+func (o Options) Connect(address string, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	servers, prefix := brokertest.SplitAddress(address)
+	return o.prefixed(strings.Split(servers, ","), prefix, Config(), logger)
+}
+
+// MaxPayload implements [brokertest.Broker]. It is that of the client, and includes the
+// metadata.
+func (b *Broker) MaxPayload() int { return Config().Producer.MaxMessageBytes }
 
 // Config returns the settings of a publisher for [Options.NewPublisher].
 func Config() *sarama.Config {
@@ -194,6 +213,16 @@ func (b *Broker) Declare(_ context.Context, topics ...string) error {
 			b.mu.Lock()
 			b.topics = append(b.topics, b.Topic(topic))
 			b.mu.Unlock()
+		}
+		return nil
+	})
+}
+
+// Refuse implements [brokertest.Broker]: there is no such topic.
+func (b *Broker) Refuse(_ context.Context, topic string) error {
+	return b.admin(func(admin sarama.ClusterAdmin) error {
+		if err := admin.DeleteTopic(b.Topic(topic)); err != nil && !errors.Is(err, sarama.ErrUnknownTopicOrPartition) {
+			return fmt.Errorf("kafka: delete topic %s: %w", topic, err)
 		}
 		return nil
 	})
@@ -315,7 +344,9 @@ func (b *Broker) forget() error {
 	return b.admin(func(admin sarama.ClusterAdmin) error {
 		var errs []error
 		for _, topic := range topics {
-			errs = append(errs, admin.DeleteTopic(topic))
+			if err := admin.DeleteTopic(topic); !errors.Is(err, sarama.ErrUnknownTopicOrPartition) {
+				errs = append(errs, err)
+			}
 		}
 		return errors.Join(errs...)
 	})

@@ -18,6 +18,8 @@
 //   - a confirmation does not come from a connection that stays: nothing, until a
 //     heartbeat fails; for ever when there are heartbeats, as with an alarm of memory
 //     or disk. The message's context does not end that wait;
+//   - the message is too big for the server: the same, since the server closes the channel
+//     (code 406);
 //   - there is no queue of that name: nil, and the message is lost. See Declare.
 //
 // The race detector reports watermill-amqp v3.0.2: Publish looks at whether it is
@@ -52,8 +54,9 @@ type Broker struct {
 	url    *url.URL // past the Proxy
 	prefix string
 
-	mu     sync.Mutex
-	topics []string
+	mu      sync.Mutex
+	topics  []string
+	refused map[string]bool // by topic
 }
 
 var _ brokertest.Broker = (*Broker)(nil)
@@ -74,7 +77,7 @@ func Open(ctx context.Context) (*Broker, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Broker{url: u, prefix: brokertest.Prefix()}
+	b := &Broker{url: u, prefix: brokertest.Prefix(), refused: map[string]bool{}}
 	if err := b.ping(ctx); err != nil {
 		return nil, fmt.Errorf("rabbitmq: the shared server, or that named by %s, does not answer: %w", EnvURL, err)
 	}
@@ -128,7 +131,7 @@ func Start(ctx context.Context) (*Broker, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Broker{url: s.url, prefix: brokertest.Prefix()}
+	b := &Broker{url: s.url, prefix: brokertest.Prefix(), refused: map[string]bool{}}
 	b.Base, err = brokertest.NewBase(ctx, s.url.Host, brokertest.Engine{
 		Start:  func(ctx context.Context) error { return s.process.Start(ctx, s.ping) },
 		Kill:   func(context.Context) error { return s.process.Kill() },
@@ -147,11 +150,28 @@ func (b *Broker) Name() string { return "rabbitmq" }
 func (b *Broker) Publisher(logger watermill.LoggerAdapter) (message.Publisher, error) {
 	u := *b.url
 	u.Host = b.Proxy().Addr()
-	publisher, err := NewPublisher(u.String(), logger)
+	return Connect(brokertest.JoinAddress(u.String(), b.prefix), logger)
+}
+
+// Address implements [brokertest.Broker].
+func (b *Broker) Address() string { return brokertest.JoinAddress(b.url.String(), b.prefix) }
+
+// Connect returns a publisher to the broker at an Address.
+func Connect(address string, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	server, prefix := brokertest.SplitAddress(address)
+	publisher, err := NewPublisher(server, logger)
 	if err != nil {
 		return nil, err
 	}
-	return brokertest.Prefixed{Publisher: publisher, Prefix: b.prefix}, nil
+	return brokertest.Prefixed{Publisher: publisher, Prefix: prefix}, nil
+}
+
+// MaxPayload implements [brokertest.Broker]. It is not known of a named server.
+func (b *Broker) MaxPayload() int {
+	if !b.Owned() && os.Getenv(EnvURL) != "" {
+		return 0
+	}
+	return maxPayload
 }
 
 // NewPublisher returns a publisher of persistent messages that waits for the
@@ -181,15 +201,39 @@ func NewPublisher(uri string, logger watermill.LoggerAdapter) (message.Publisher
 func (b *Broker) Declare(ctx context.Context, topics ...string) error {
 	return b.Do(ctx, func(channel *amqp.Channel) error {
 		for _, topic := range topics {
-			if _, err := channel.QueueDeclare(b.Queue(topic), true, false, false, false, nil); err != nil {
-				return fmt.Errorf("rabbitmq: make a queue for %s: %w", topic, err)
+			if err := b.queue(channel, topic, false); err != nil {
+				return err
 			}
-			b.mu.Lock()
-			b.topics = append(b.topics, b.Queue(topic))
-			b.mu.Unlock()
 		}
 		return nil
 	})
+}
+
+// Refuse implements [brokertest.Broker]: the queue is full with no message in it, and
+// says so of each.
+func (b *Broker) Refuse(ctx context.Context, topic string) error {
+	return b.Do(ctx, func(channel *amqp.Channel) error { return b.queue(channel, topic, true) })
+}
+
+// queue makes the queue of a topic, or makes it anew if it is to be another than it is.
+func (b *Broker) queue(channel *amqp.Channel, topic string, refuses bool) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if refuses != b.refused[topic] {
+		if _, err := channel.QueueDelete(b.Queue(topic), false, false, false); err != nil {
+			return fmt.Errorf("rabbitmq: delete the queue of %s: %w", topic, err)
+		}
+	}
+	var arguments amqp.Table
+	if refuses {
+		arguments = amqp.Table{amqp.QueueMaxLenArg: 0, amqp.QueueOverflowArg: amqp.QueueOverflowRejectPublish}
+	}
+	if _, err := channel.QueueDeclare(b.Queue(topic), true, false, false, false, arguments); err != nil {
+		return fmt.Errorf("rabbitmq: make a queue for %s: %w", topic, err)
+	}
+	b.refused[topic] = refuses
+	b.topics = append(b.topics, b.Queue(topic))
+	return nil
 }
 
 // Queue returns the name of a topic's queue.

@@ -17,6 +17,10 @@ var scripts = []string{
 	"/usr/local/opt/rabbitmq/sbin/rabbitmq-server",
 }
 
+// maxPayload is how large a payload our servers take, in bytes. By default it is 128 MiB,
+// or 16 in later versions.
+const maxPayload = 1 << 20
+
 // server is a RabbitMQ node with nothing in common with others on the machine: its
 // own ports, name, cookie, folders and epmd.
 type server struct {
@@ -40,7 +44,7 @@ func newServer(ctx context.Context) (*server, error) {
 	}
 	process, err := brokertest.NewProcess(map[string]string{
 		"enabled_plugins": "[].\n",
-		"rabbitmq.conf":   fmt.Sprintf("listeners.tcp.1 = 127.0.0.1:%d\n", ports[0]),
+		"rabbitmq.conf":   fmt.Sprintf("listeners.tcp.1 = 127.0.0.1:%d\nmax_message_size = %d\n", ports[0], maxPayload),
 		// The node would start one that outlives it.
 		"helper.sh": fmt.Sprintf("exec %s -port %d -address 127.0.0.1\n", brokertest.Quote(epmd), ports[2]),
 		"start.sh":  startScript(script, ports),

@@ -20,7 +20,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
+	"strconv"
 	"sync"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -111,12 +113,42 @@ func (b *Broker) Name() string { return "redis" }
 func (b *Broker) Publisher(logger watermill.LoggerAdapter) (message.Publisher, error) {
 	options := *b.options
 	options.Addr = b.Proxy().Addr()
+	return prefixed(options, b.prefix, logger)
+}
+
+func prefixed(options redis.Options, prefix string, logger watermill.LoggerAdapter) (message.Publisher, error) {
 	publisher, err := NewPublisher(options, logger)
 	if err != nil {
 		return nil, err
 	}
-	return brokertest.Prefixed{Publisher: publisher, Prefix: b.prefix}, nil
+	return brokertest.Prefixed{Publisher: publisher, Prefix: prefix}, nil
 }
+
+// Address implements [brokertest.Broker].
+func (b *Broker) Address() string {
+	u := url.URL{Scheme: "redis", Host: b.options.Addr, Path: "/" + strconv.Itoa(b.options.DB)}
+	if b.options.Password != "" {
+		u.User = url.UserPassword(b.options.Username, b.options.Password)
+	}
+	if b.options.TLSConfig != nil {
+		u.Scheme = "rediss"
+	}
+	return brokertest.JoinAddress(u.String(), b.prefix)
+}
+
+// Connect returns a publisher to the broker at an Address.
+func Connect(address string, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	server, prefix := brokertest.SplitAddress(address)
+	options, err := redis.ParseURL(server)
+	if err != nil {
+		return nil, errors.New("redis: an address is not one of Broker.Address") // the text of the error may have the password
+	}
+	return prefixed(*options, prefix, logger)
+}
+
+// MaxPayload implements [brokertest.Broker]. Redis has a limit of 512 MB, and ends the
+// connection of who exceeds it.
+func (b *Broker) MaxPayload() int { return 0 }
 
 // NewPublisher returns a publisher that waits for the answer to each message. It
 // keeps the order of what one goroutine publishes. The end of the message's context
@@ -134,13 +166,35 @@ func NewPublisher(options redis.Options, logger watermill.LoggerAdapter) (messag
 
 // Declare implements [brokertest.Broker]. Redis makes streams by itself; it is noted
 // for Shutdown.
-func (b *Broker) Declare(_ context.Context, topics ...string) error {
+func (b *Broker) Declare(ctx context.Context, topics ...string) error {
+	b.note(topics...)
+	return b.Do(func(client *redis.Client) error {
+		for _, topic := range topics {
+			kind, err := client.Type(ctx, b.prefix+topic).Result()
+			if err == nil && kind == "string" { // it was refused
+				err = client.Del(ctx, b.prefix+topic).Err()
+			}
+			if err != nil {
+				return fmt.Errorf("redis: make room for %s: %w", topic, err)
+			}
+		}
+		return nil
+	})
+}
+
+// Refuse implements [brokertest.Broker]: the key is no stream, and the answer to what
+// is added to it WRONGTYPE.
+func (b *Broker) Refuse(ctx context.Context, topic string) error {
+	b.note(topic)
+	return b.Do(func(client *redis.Client) error { return client.Set(ctx, b.prefix+topic, "refused", 0).Err() })
+}
+
+func (b *Broker) note(topics ...string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, topic := range topics {
 		b.topics = append(b.topics, b.prefix+topic)
 	}
-	return nil
 }
 
 // Received implements [brokertest.Broker].

@@ -45,6 +45,7 @@ type Broker struct {
 	served   chan struct{}
 	received map[string][]*message.Message
 	respond  func(topic string, msg *message.Message) int
+	refused  map[string]bool
 }
 
 var _ brokertest.Broker = (*Broker)(nil)
@@ -56,7 +57,7 @@ func Start(ctx context.Context) (*Broker, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &Broker{addr: brokertest.Local(ports[0]), received: map[string][]*message.Message{}}
+	b := &Broker{addr: brokertest.Local(ports[0]), received: map[string][]*message.Message{}, refused: map[string]bool{}}
 	b.Base, err = brokertest.NewBase(ctx, b.addr, brokertest.Engine{
 		Start: b.start, Kill: func(context.Context) error { return b.kill() },
 		Remove: func() error {
@@ -120,8 +121,36 @@ func (p publisher) Close() error {
 	return err
 }
 
-// Declare implements [brokertest.Broker]. The server takes any topic.
-func (b *Broker) Declare(context.Context, ...string) error { return nil }
+// Address implements [brokertest.Broker].
+func (b *Broker) Address() string { return "http://" + b.addr }
+
+// Connect returns a publisher to the broker at an Address.
+func Connect(address string, logger watermill.LoggerAdapter) (message.Publisher, error) {
+	return NewPublisher(address, logger)
+}
+
+// MaxPayload implements [brokertest.Broker].
+func (b *Broker) MaxPayload() int { return maxBody }
+
+// Declare implements [brokertest.Broker]. The server takes any topic that it does not
+// refuse.
+func (b *Broker) Declare(_ context.Context, topics ...string) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, topic := range topics {
+		delete(b.refused, topic)
+	}
+	return nil
+}
+
+// Refuse implements [brokertest.Broker]: the answer is 422, until Declare.
+func (b *Broker) Refuse(_ context.Context, topic string) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.refused[topic] = true
+	delete(b.received, topic)
+	return nil
+}
 
 // Received implements [brokertest.Broker].
 func (b *Broker) Received(_ context.Context, topic string) ([]*message.Message, error) {
@@ -148,10 +177,13 @@ func (b *Broker) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	topic := strings.TrimPrefix(r.URL.Path, "/")
 	b.mu.Lock()
-	respond := b.respond
+	respond, refused := b.respond, b.refused[topic]
 	b.mu.Unlock()
 	status := http.StatusOK
-	if respond != nil {
+	switch {
+	case refused:
+		status = http.StatusUnprocessableEntity
+	case respond != nil:
 		status = respond(topic, msg)
 	}
 	if status/100 == 2 {
