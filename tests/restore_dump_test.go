@@ -186,11 +186,12 @@ func TestRestoreThereAndBack(t *testing.T) {
 			restore := dumpFormats["custom"]
 
 			sent := keyed(18)
-			require.NoError(t, first.publisher(outbox.PublisherConfig{}).Publish("topic", sent[:6]...))
+			require.NoError(t, first.publisher(outbox.PublisherConfig{}).Publish("topic", sent[:3]...))
 			consumer := first.consumer(nil)
 			_, messages := first.subscribe(consumer, outbox.SubscriberConfig{}, "topic")
 			requireNext(t, messages, sent[:3]...)
 			require.NoError(t, consumer.Close())
+			require.NoError(t, first.publisher(outbox.PublisherConfig{}).Publish("topic", sent[3:6]...))
 
 			restore(first, second)
 			require.NoError(t, second.publisher(outbox.PublisherConfig{}).Publish("topic", sent[6:12]...))

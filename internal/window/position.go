@@ -195,11 +195,11 @@ func named(past map[int64]PastEra, rows []Row) map[int64]PastEra {
 
 // finished returns past when all rows of other eras have been handed out: on a
 // third cluster they would come again otherwise, since what P was when each was
-// left says nothing of that. P stays, for a return.
+// left says nothing of that. P and Ahead stay, for a return.
 func finished(past map[int64]PastEra) map[int64]PastEra {
 	past = maps.Clone(past)
 	for era, known := range past {
-		known.C, known.At, known.Ahead = everything, math.MaxInt64, nil
+		known.C, known.At = everything, math.MaxInt64
 		past[era] = known
 	}
 	return past
@@ -212,7 +212,7 @@ func passed(past map[int64]PastEra, atEra, at int64) map[int64]PastEra {
 	for era, known := range past {
 		switch {
 		case era < atEra:
-			known.C, known.At, known.Ahead = everything, math.MaxInt64, nil
+			known.C, known.At = everything, math.MaxInt64
 		case era == atEra && at >= known.At:
 			known.C, known.At = everything, at
 		}
