@@ -9,6 +9,7 @@ import (
 
 	outbox "github.com/millrace/watermill-outbox"
 	"github.com/millrace/watermill-outbox/forwarder"
+	"github.com/millrace/watermill-outbox/internal/pgtest"
 )
 
 // A library that asks for more than it needs cannot run as the roles of
@@ -51,7 +52,7 @@ func (m *managed) wholePath(t *testing.T, mode outbox.Mode) {
 	}
 	publisherPool := m.poolAs(m.roles.Publisher)
 	publisher := publisherOn(t, publisherPool, outbox.PublisherConfig{})
-	for _, call := range []string{"publish('topic', 'x')", "publish('topic', 'x', deliver_at => clock_timestamp() + interval '50 ms')"} {
+	for _, call := range []string{"publish('topic', 'x')", "publish('topic', 'x', deliver_at => pg_catalog.clock_timestamp() + interval '50 ms')"} {
 		var uuid string
 		require.NoError(t, publisherPool.QueryRow(t.Context(), m.sql("SELECT outbox."+call)).Scan(&uuid), call)
 		require.Equal(t, uuid, receive(t, messages, 1)[0].UUID, call)
@@ -78,7 +79,10 @@ func (m *managed) wholePath(t *testing.T, mode outbox.Mode) {
 			require.True(t, nextMessage(t, messages).Nack(), name)
 		}
 		require.Eventually(t, func() bool { return len(m.deadUUIDs(t, name)) == 1 }, waitFor, 5*time.Millisecond, name)
-		letters, err := outbox.NewDeadLetters(m.poolAs(m.roles.Consumer), outbox.DeadLettersConfig{Schema: oddSchema})
+		// They are for people and programs of the operator's, in a session whose
+		// search_path is what it should be.
+		sane := pgtest.Pool(t, withParameter(t, m.urlAs(m.roles.Consumer), "search_path", "pg_catalog"))
+		letters, err := outbox.NewDeadLetters(sane, outbox.DeadLettersConfig{Schema: oddSchema})
 		require.NoError(t, err)
 		filter := outbox.DeadLetterFilter{ConsumerGroup: name}
 		list, err := letters.List(t.Context(), filter, outbox.DeadLetterPage{})
@@ -187,8 +191,9 @@ END $do$;
 CREATE TABLE hostile.messages (); CREATE TABLE hostile.meta (); CREATE TABLE hostile.cursors (); CREATE TABLE hostile.boot ();`
 
 // Somebody puts a schema before the system's into a role's search path, with
-// functions and operators of the same names. Nothing of it is used: a Consumer says
-// what its search path is, and the SQL function publish has its own.
+// functions and operators of the same names. Nothing of it is used to publish, where
+// the session is the caller's, or to consume: a Consumer says what its search path
+// is, and the SQL function publish has its own.
 func TestLeastPrivilegeUnderAHostileSearchPath(t *testing.T) {
 	t.Parallel()
 
