@@ -55,7 +55,7 @@ func newInsertText(schemaName string) insertText {
 		// early, and asked twice it might go to both or to neither.
 		due: schema.Text(schemaName, `WITH call AS MATERIALIZED (
 				SELECT m.n, m.topic, m.key, m.uuid, m.metadata::json AS metadata, m.payload, m.due_at::timestamptz AS due_at,
-				       coalesce(m.due_at::timestamptz > clock_timestamp(), false) AS waits
+				       coalesce(m.due_at::timestamptz OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp(), false) AS waits
 				FROM unnest($1::text[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::text[])
 					WITH ORDINALITY AS m (topic, key, uuid, metadata, payload, due_at, n)
 			), waiting AS (

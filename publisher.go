@@ -202,10 +202,10 @@ func isPool(handle any) bool {
 
 // publisherText asks for all that a publisher needs.
 const publisherText = `
-SELECT c.oid IS NOT NULL, coalesce(has_column_privilege(c.oid, 'payload', 'INSERT'), false),
-       pg_is_in_recovery() OR current_setting('transaction_read_only')::bool, current_user::text
-FROM pg_catalog.pg_namespace n LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = 'messages'
-WHERE n.nspname = $1::text`
+SELECT c.oid IS NOT NULL, coalesce(pg_catalog.has_column_privilege(c.oid, 'payload', 'INSERT'), false),
+       pg_catalog.pg_is_in_recovery() OR pg_catalog.current_setting('transaction_read_only')::bool, current_user::text
+FROM pg_catalog.pg_namespace n LEFT JOIN pg_catalog.pg_class c ON c.relnamespace OPERATOR(pg_catalog.=) n.oid AND c.relname OPERATOR(pg_catalog.=) 'messages'
+WHERE n.nspname OPERATOR(pg_catalog.=) $1::text`
 
 func checkPublisher(ctx context.Context, row schema.RowFunc, schemaName string) error {
 	if err := schema.RequireVersion(ctx, row, schemaName); err != nil {

@@ -62,13 +62,14 @@ func SQLRow(db SQLQuerier) RowFunc {
 
 // versionText asks what there is, without failing where the schema, the table
 // or the privilege to read it is missing: a failed statement would abort a
-// caller's transaction.
+// caller's transaction. Names and operators are qualified: the session, and its
+// search_path, are the caller's.
 const versionText = `
-SELECT n.oid IS NOT NULL, coalesce(has_schema_privilege(n.oid, 'USAGE'), false),
-       c.oid IS NOT NULL, coalesce(has_table_privilege(c.oid, 'SELECT'), false), current_user::text
+SELECT n.oid IS NOT NULL, coalesce(pg_catalog.has_schema_privilege(n.oid, 'USAGE'), false),
+       c.oid IS NOT NULL, coalesce(pg_catalog.has_table_privilege(c.oid, 'SELECT'), false), current_user::text
 FROM (SELECT) AS one
-LEFT JOIN pg_catalog.pg_namespace n ON n.nspname = $1::text
-LEFT JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = 'meta'`
+LEFT JOIN pg_catalog.pg_namespace n ON n.nspname OPERATOR(pg_catalog.=) $1::text
+LEFT JOIN pg_catalog.pg_class c ON c.relnamespace OPERATOR(pg_catalog.=) n.oid AND c.relname OPERATOR(pg_catalog.=) 'meta'`
 
 // ReadVersion returns the installed version, ErrNotInstalled if there is none,
 // or an error that names the missing privilege.
@@ -91,7 +92,8 @@ func ReadVersion(ctx context.Context, row RowFunc, name string) (int, error) {
 	// By way of JSON, since somebody else's table may have any columns, and a
 	// failed statement would abort the caller's transaction.
 	var text *string
-	err = row(ctx, Text(name, "SELECT to_jsonb(m) ->> 'value' FROM outbox.meta m WHERE to_jsonb(m) ->> 'key' = 'version'"), nil, &text)
+	err = row(ctx, Text(name, `SELECT pg_catalog.to_jsonb(m) OPERATOR(pg_catalog.->>) 'value' FROM outbox.meta m
+		WHERE (pg_catalog.to_jsonb(m) OPERATOR(pg_catalog.->>) 'key') OPERATOR(pg_catalog.=) 'version'`), nil, &text)
 	if err != nil && !errors.Is(err, errNoRow) {
 		return 0, fmt.Errorf("schema %q: read version: %w", name, err)
 	}

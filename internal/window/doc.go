@@ -59,6 +59,9 @@
 // cluster: the position of the old era is put aside in Past, the new era starts
 // with a P that sees nothing, and the rows of all other eras, which are
 // finished, go out first: those that the P put aside for their era does not see.
+// When all are out, or this cluster is left before they are, Past says so, for a
+// third cluster. For a return to one that was left it keeps P, since that
+// cluster's transaction ids go on.
 //
 // # Lives
 //

@@ -2,6 +2,8 @@ package window
 
 import (
 	"fmt"
+	"maps"
+	"math"
 	"slices"
 	"time"
 )
@@ -54,7 +56,8 @@ type PastEra struct {
 	P     Snapshot
 	Floor int64
 	// C, if not empty, is the window that was open; of it, the rows up to At
-	// were handed out.
+	// were handed out. When all of an era has been handed out on another
+	// cluster it is a window without an end: see finished.
 	C  Snapshot
 	At int64
 	// Ahead are rows that were handed out although P does not see them.
@@ -142,8 +145,9 @@ func (p Position) Validate() error {
 // enterEra puts the position of another cluster aside.
 func (p Position) enterEra(era int64) Position {
 	past := make(map[int64]PastEra, len(p.Past)+1)
-	for e, known := range p.Past {
-		past[e] = known
+	maps.Copy(past, p.Past)
+	if p.Step == Past && p.At > 0 {
+		past = passed(past, p.AtEra, p.At)
 	}
 	if p.Step != Past || !p.P.Empty() {
 		known := PastEra{P: p.P, Floor: p.Floor, Ahead: p.Ahead}
@@ -157,10 +161,65 @@ func (p Position) enterEra(era int64) Position {
 	}
 	delete(past, era)
 	next := Earliest(era)
-	if known, ok := p.Past[era]; ok {
-		// Back on a cluster that was left before: its transaction ids go on.
+	if known, ok := p.Past[era]; ok && known.P.xmax < everything.xmax {
+		// Back on a cluster that was left before: its transaction ids go on. What
+		// of it was handed out elsewhere comes again, and all of it if the position
+		// there was lost when the shards were divided anew (cursor.Store.Switch):
+		// a P that is ahead of the server would hold the position for ever.
 		next.P, next.Floor, next.Ahead = known.P, known.Floor, known.Ahead
 	}
 	next.Past = past
 	return next
+}
+
+// everything is a snapshot that sees all that a cluster can have written, as in
+// switch.sql. It is not a round number: the server takes no transaction id whose
+// lower 32 bits are 0.
+var everything = Snapshot{xmin: 1<<62 + 3, xmax: 1<<62 + 3}
+
+// named returns past with an entry for the era of each row, in which nothing was
+// handed out if it is new.
+func named(past map[int64]PastEra, rows []Row) map[int64]PastEra {
+	copied := false
+	for _, row := range rows {
+		if _, ok := past[row.Era]; ok {
+			continue
+		}
+		if !copied {
+			past, copied = maps.Clone(past), true
+			if past == nil {
+				past = map[int64]PastEra{}
+			}
+		}
+		past[row.Era] = PastEra{}
+	}
+	return past
+}
+
+// finished returns past when all rows of other eras have been handed out: on a
+// third cluster they would come again otherwise, since what P was when each was
+// left says nothing of that. P and Ahead stay, for a return.
+func finished(past map[int64]PastEra) map[int64]PastEra {
+	past = maps.Clone(past)
+	for era, known := range past {
+		known.C, known.At = everything, math.MaxInt64
+		past[era] = known
+	}
+	return past
+}
+
+// passed returns past when the rows of other eras have been handed out up to and
+// including this one.
+func passed(past map[int64]PastEra, atEra, at int64) map[int64]PastEra {
+	past = maps.Clone(past)
+	for era, known := range past {
+		switch {
+		case era < atEra:
+			known.C, known.At = everything, math.MaxInt64
+		case era == atEra && at >= known.At:
+			known.C, known.At = everything, at
+		}
+		past[era] = known
+	}
+	return past
 }

@@ -446,6 +446,8 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 		return page, err
 	}
 	page.More = true
+	page.start.Past = named(pos.Past, page.Rows)
+	page.End.Past = page.start.Past
 	switch full, last := head.full(r.Limits); {
 	case full:
 		page.End.At, page.End.AtEra = last.ID, last.Era
@@ -453,6 +455,7 @@ func (r Reader) past(ctx context.Context, db Querier, pos Position) (Page, error
 		page.End.At, page.End.AtEra = head.scannedID, head.scannedEra
 	default:
 		page.End.Step, page.End.At, page.End.AtEra = Idle, 0, 0
+		page.End.Past = finished(page.End.Past)
 	}
 	return page, nil
 }

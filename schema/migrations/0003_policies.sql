@@ -69,7 +69,8 @@ CREATE TABLE outbox.dead_letter_log (
 CREATE INDEX dead_letter_log_letter ON outbox.dead_letter_log (dead_letter_id);
 CREATE INDEX dead_letter_log_at ON outbox.dead_letter_log (at);
 
--- As before, and with deliver_at the message waits in deferred.
+-- As before, and with deliver_at the message waits in deferred. It runs in anybody's
+-- session, so it says itself where the functions and operators come from.
 CREATE OR REPLACE FUNCTION outbox.publish(
     topic      text,
     payload    bytea,
@@ -78,7 +79,7 @@ CREATE OR REPLACE FUNCTION outbox.publish(
     uuid       text        DEFAULT NULL,
     deliver_at timestamptz DEFAULT NULL
 ) RETURNS text
-    LANGUAGE plpgsql VOLATILE
+    LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
     AS $body$
 BEGIN
     IF publish.topic IS NULL OR publish.topic = '' OR octet_length(publish.topic) > 1024 THEN

@@ -4,8 +4,9 @@
 -- new ones begin there, and every message is either one's.
 --
 -- Rows of other clusters are the old cursors': to the new ones each such era is
--- one of which everything has been handed out. Cursors over many topics stay over
--- these.
+-- one of which everything has been handed out. (A transaction id whose lower 32
+-- bits are 0 is none to the server, so the number is not a round one.) Cursors over
+-- many topics stay over these.
 --
 -- $1 group, $2 topic, $3 dead holders, $4 their beats
 WITH now AS MATERIALIZED (
@@ -19,7 +20,7 @@ WITH now AS MATERIALIZED (
         SELECT FROM outbox.processes p WHERE p.holder = o.holder AND NOT EXISTS (
             SELECT FROM unnest($3::text[], $4::bigint[]) AS d (holder, beat) WHERE d.holder = p.holder AND d.beat = p.beat)))
 ), past AS MATERIALIZED (
-    SELECT coalesce(jsonb_object_agg(e.era, jsonb_build_object('p', '4611686018427387904:4611686018427387904:')), '{}') AS eras
+    SELECT coalesce(jsonb_object_agg(e.era, jsonb_build_object('p', '4611686018427387907:4611686018427387907:')), '{}') AS eras
     FROM (
         SELECT k.era FROM old o CROSS JOIN LATERAL jsonb_object_keys(o.past) AS k (era)
         UNION
