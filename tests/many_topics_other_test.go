@@ -117,6 +117,31 @@ func TestManyTopicsCursorOfAnotherSelectionInAnotherLife(t *testing.T) {
 	require.Empty(t, book.find("Cannot see whether the cursor outlived the server"))
 }
 
+// The row may become another's between a look and the claim that follows, so the
+// claim compares by itself.
+func TestManyTopicsClaimComparesTheTopics(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	f.cursorOf(t, "b%_\\\"")
+	store := cursor.NewStore(oddSchema, "claimer")
+	claim := func(patterns ...string) int {
+		t.Helper()
+		held, err := store.Claim(t.Context(), f.pool, []cursor.Wanted{
+			{Key: cursor.Key{Group: outbox.DefaultConsumerGroup}, Patterns: patterns},
+			{Key: cursor.Key{Group: outbox.DefaultConsumerGroup, Topic: "none"}},
+		}, nil)
+		require.NoError(t, err)
+		return len(held)
+	}
+	require.Zero(t, claim("a"))
+	require.Zero(t, claim("a", "b%_\\\""))
+	require.Zero(t, claim("b%_\\\"", "c"))
+	require.Zero(t, claim(), "as one topic")
+	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.cursors WHERE holder IS NULL AND epoch = 0"), "it was taken")
+	require.Equal(t, 1, claim("b%_\\\""))
+}
+
 // Somebody gives the cursor that is being read other topics. The reader notices
 // with its next beat, and gives it up.
 func TestManyTopicsCursorThatIsGivenOtherTopics(t *testing.T) {

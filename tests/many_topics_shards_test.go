@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
@@ -151,4 +152,34 @@ func TestManyTopicsShardsAreRefused(t *testing.T) {
 		return f.number("SELECT count(*)::int FROM outbox.cursors WHERE topic = '' AND shards = 2 AND holder IS NOT NULL") == 2
 	}, waitFor, 5*time.Millisecond)
 	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.cursors WHERE topic = 'topic' AND shards = 1"))
+}
+
+// What a pooler makes of a statement's parameters and answers, lists of patterns
+// among them, is no matter.
+func TestManyTopicsShardsInEachQueryMode(t *testing.T) {
+	t.Parallel()
+
+	for _, mode := range []pgx.QueryExecMode{
+		pgx.QueryExecModeCacheDescribe, pgx.QueryExecModeDescribeExec, pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
+	} {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+
+			f := newFixture(t)
+			db := f.pool.Config()
+			db.ConnConfig.DefaultQueryExecMode = mode
+			consumer := f.consumerOn(db, func(c *outbox.ConsumerConfig) { c.Lease = outbox.MinLease })
+			_, batches := f.subscribeBatches(consumer, outbox.SubscriberConfig{Shards: 3, PageSize: 4}, outbox.ListTopics(`a"b`, `c\d`, "e,f"))
+			for _, shards := range []int{2, 4} {
+				for _, topic := range []string{`a"b`, `c\d`, "e,f", "other"} {
+					f.publishTo(topic, "k", 5)
+				}
+				require.Equal(t, map[string]string{`a"b`: "01234", `c\d`: "01234", "e,f": "01234"}, payloadsByTopic(t, batches, 15))
+				require.NoError(t, consumer.ReshardBatches(t.Context(), "", shards))
+				require.Eventually(t, func() bool {
+					return f.number("SELECT count(*)::int FROM outbox.cursors WHERE shards = $1 AND holder IS NOT NULL", shards) == shards
+				}, waitFor, 5*time.Millisecond)
+			}
+		})
+	}
 }
