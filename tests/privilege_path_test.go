@@ -104,7 +104,7 @@ func (m *managed) wholePath(t *testing.T, mode outbox.Mode) {
 	_, stop := runForwarder(t, forwarder.Config{
 		Source:       forwarder.FromOutbox(consumer, outbox.SubscriberConfig{ConsumerGroup: "forward", StartFrom: outbox.StartLatest}, outbox.AllTopics()),
 		Destinations: []forwarder.Destination{{Publisher: out}},
-	})
+	}, nil)
 	forwarded := []*message.Message{newMessages(1)[0], newMessages(1)[0]}
 	require.NoError(t, publisher.Publish("one", forwarded[0]))
 	require.NoError(t, publisher.Publish("two", forwarded[1]))
