@@ -115,17 +115,21 @@ func (p *pass) ahead(ctx context.Context) error {
 		}
 		word, err := p.make(ctx, s)
 		if err == nil && word == "guard" {
-			if guarded {
-				break // the next pass goes on behind the gap
+			// What lies behind a gap in what was proven is left for the next pass.
+			if !guarded {
+				if guarded, err = p.guard(ctx, spans[i:]); err != nil {
+					return err
+				}
+				if guarded {
+					word, err = p.make(ctx, s)
+				}
 			}
-			guarded = true
-			if err := p.guard(ctx, spans[i:]); err != nil {
-				return err
-			}
-			word, err = p.make(ctx, s)
 			if err == nil && word == "guard" {
-				break // it could not be proven
+				continue
 			}
+		}
+		if stateOf(err) == stateLate {
+			continue
 		}
 		if err := p.tried(ctx, s.String(), err); err != nil {
 			return err
@@ -145,8 +149,8 @@ func (p *pass) make(ctx context.Context, s span) (string, error) {
 }
 
 // guard proves the DEFAULT partition empty of as many ranges as follow on each
-// other.
-func (p *pass) guard(ctx context.Context, spans []span) error {
+// other. It reports whether there is a guard now.
+func (p *pass) guard(ctx context.Context, spans []span) (bool, error) {
 	last := spans[0]
 	for _, s := range spans[1:] {
 		if s.problem != nil || !s.lower.Equal(last.upper) {
@@ -155,14 +159,18 @@ func (p *pass) guard(ctx context.Context, spans []span) error {
 		last = s
 	}
 	err := p.table.done(ctx, "SELECT outbox.upkeep_guard($1::timestamptz, $2::timestamptz)::text", spans[0].lower, last.upper)
-	if err == nil {
+	if stateOf(err) == stateLate {
+		return false, nil // the next range may do
+	}
+	guarded := err == nil
+	if guarded {
 		var ignored any
 		err = p.table.call(ctx, longTimeout, "SELECT outbox.upkeep_validate()::text", nil, &ignored)
 		if stateOf(err) == stateCheck {
 			err = nil // a row has come in between; upkeep_ranges tells of it the next time
 		}
 	}
-	return p.tried(ctx, "partition messages_default", err)
+	return guarded, p.tried(ctx, "partition messages_default", err)
 }
 
 func (p *pass) unguard(ctx context.Context) error {

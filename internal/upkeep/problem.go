@@ -25,6 +25,7 @@ func (p *Problem) Unwrap() error { return p.Err }
 const (
 	stateLock  = "55P03" // lock_not_available
 	stateCheck = "23514" // check_violation
+	stateLate  = "55000" // object_not_in_prerequisite_state: a range is too near by now
 )
 
 // stateOf returns the SQLSTATE of a server's error, or "".

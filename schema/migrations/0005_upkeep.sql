@@ -207,8 +207,9 @@ DECLARE
     width numeric := outbox.upkeep_setting('partition_interval', 1, 31 * 24 * 3600);
     ahead numeric := outbox.upkeep_setting('look_ahead', 0, 1000 * width);
     moment timestamptz := clock_timestamp();
-    place timestamptz := moment + make_interval(secs => width::float8);
-    until timestamptz := moment + make_interval(secs => greatest(ahead, 2 * width)::float8);
+    -- With some time to make it.
+    place timestamptz := moment + make_interval(secs => (width + least(width, 5))::float8);
+    until timestamptz := moment + make_interval(secs => greatest(ahead, 3 * width)::float8);
     lowers timestamptz[];
     uppers timestamptz[];
     ends timestamptz;
@@ -347,7 +348,7 @@ CREATE FUNCTION outbox.upkeep_guard(lower timestamptz, upper timestamptz) RETURN
     SET search_path = pg_catalog, pg_temp SET TimeZone = 'UTC' SET DateStyle = 'ISO, YMD' SET lock_timeout = '50ms'
     AS $body$
 DECLARE
-    until timestamptz := lower - make_interval(secs => outbox.upkeep_width() / 2);
+    ends timestamptz := lower - make_interval(secs => outbox.upkeep_width() / 2);
 BEGIN
     PERFORM outbox.upkeep_enter();
     PERFORM outbox.upkeep_require_future(lower, lower + interval '1 day');
@@ -356,8 +357,8 @@ BEGIN
     END IF;
     EXECUTE format('ALTER TABLE %1$I.messages_default DROP CONSTRAINT IF EXISTS upkeep_guard, ADD CONSTRAINT upkeep_guard '
         'CHECK (created_at < %2$L::timestamptz OR created_at >= %3$L::timestamptz OR %1$I.upkeep_passed(%4$L::timestamptz)) NOT VALID',
-        :schema, lower, upper, until);
-    UPDATE outbox.upkeep u SET guard_lower = upkeep_guard.lower, guard_upper = upkeep_guard.upper, guard_until = until;
+        :schema, lower, upper, ends);
+    UPDATE outbox.upkeep u SET guard_lower = upkeep_guard.lower, guard_upper = upkeep_guard.upper, guard_until = ends;
 END $body$;
 
 -- Proves what upkeep_guard says. It reads all of the DEFAULT partition and keeps
