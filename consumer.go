@@ -18,6 +18,7 @@ import (
 	"github.com/millrace/watermill-outbox/internal/lease"
 	"github.com/millrace/watermill-outbox/internal/live"
 	"github.com/millrace/watermill-outbox/internal/promote"
+	"github.com/millrace/watermill-outbox/internal/upkeep"
 	"github.com/millrace/watermill-outbox/internal/watch"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
@@ -138,6 +139,11 @@ type ConsumerConfig struct {
 	// QueryTimeout bounds each statement, so that a stalled one cannot stop a
 	// subscriber for ever; it is tried again. Defaults to DefaultQueryTimeout.
 	QueryTimeout time.Duration
+
+	// Maintenance is how this process takes part in the upkeep of the outbox, which
+	// one process does at a time. The one that is at it has one connection more for
+	// the while. The zero value works.
+	Maintenance MaintenanceConfig
 }
 
 func (c ConsumerConfig) withDefaults() ConsumerConfig {
@@ -153,6 +159,7 @@ func (c ConsumerConfig) withDefaults() ConsumerConfig {
 	c.CheckpointInterval = cmp.Or(c.CheckpointInterval, DefaultCheckpointInterval)
 	c.Lease = cmp.Or(c.Lease, DefaultLease)
 	c.QueryTimeout = cmp.Or(c.QueryTimeout, DefaultQueryTimeout)
+	c.Maintenance = c.Maintenance.withDefaults()
 	return c
 }
 
@@ -183,7 +190,7 @@ func (c ConsumerConfig) validate() error {
 	case c.QueryTimeout < 10*time.Millisecond:
 		return fmt.Errorf("outbox: ConsumerConfig.QueryTimeout must be at least 10ms, is %s", c.QueryTimeout)
 	}
-	return nil
+	return c.Maintenance.validate("ConsumerConfig.Maintenance")
 }
 
 // Consumer is one process's side of reading an outbox: it owns the connections,
@@ -205,7 +212,9 @@ type Consumer struct {
 	watcher *watch.Watcher
 	// promoter moves deferred messages into the log when they are due.
 	promoter *promote.Promoter
-	leases   *lease.Manager
+	// upkeep is nil where it is switched off.
+	upkeep *upkeep.Upkeep
+	leases *lease.Manager
 	// barrier and live are nil with ModePoll.
 	barrier   *reservedConn
 	live      *live.Source
@@ -214,7 +223,7 @@ type Consumer struct {
 	// alone holds a value while a message is out that may have ended a process.
 	alone chan struct{}
 
-	// background ends the watcher, the promoter and the leases' upkeep; done is closed when
+	// background ends the watcher, the promoter, the upkeep and the leases; done is closed when
 	// they have ended.
 	background context.Context //nolint:containedctx // the Consumer's own lifetime
 	stop       context.CancelFunc
@@ -275,6 +284,10 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		}
 		return nil, fmt.Errorf("outbox: new consumer: %w", err)
 	}
+	if err := config.Maintenance.checkRetention(ctx, statements, config.Schema, "ConsumerConfig.Maintenance"); err != nil {
+		pool.Close()
+		return nil, err
+	}
 	c := &Consumer{
 		config: config, logger: logger, pool: pool, db: statements, prepare: prepare, gate: gate,
 		beat:        &reservedConn{config: beatConfig, transactions: config.TransactionPooler},
@@ -298,6 +311,14 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 		Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
 		Told: func() bool { return config.PollInterval <= claimInterval && c.watcher.Looking() },
 	})
+	if !config.Maintenance.Disabled {
+		settings := config.Maintenance.upkeep(config.Schema, c.store.Holder(), config.QueryTimeout, logger)
+		settings.Failed = c.failed
+		settings.Open = func() upkeep.Session {
+			return &upkeepSession{&reservedConn{config: poolConfig, transactions: config.TransactionPooler}}
+		}
+		c.upkeep = upkeep.New(statements, settings)
+	}
 	if config.Mode != ModePoll {
 		c.barrier = &reservedConn{config: poolConfig, limit: barrierConnect}
 		c.live = c.newSource()
@@ -346,6 +367,9 @@ func (c *Consumer) start() {
 	c.running.Go(func() { c.watcher.Run(c.background) })
 	c.running.Go(func() { c.promoter.Run(c.background) })
 	c.running.Go(func() { c.leases.Run(c.background) })
+	if c.upkeep != nil {
+		c.running.Go(func() { c.upkeep.Run(c.background) })
+	}
 	if c.live != nil {
 		c.running.Go(func() { c.live.Run(c.background) })
 	}

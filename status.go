@@ -42,6 +42,8 @@ type Status struct {
 	BufferedBytes int
 	// Subscriptions are the open ones, by topic and group.
 	Subscriptions []SubscriptionStatus
+	// Maintenance is the upkeep of the tables.
+	Maintenance MaintenanceStatus
 }
 
 // SubscriptionStatus says how one subscription stands.
@@ -124,7 +126,7 @@ func (s Status) Ready() error {
 // Status returns how the reading stands. It asks no database, and may be called
 // at any time.
 func (c *Consumer) Status() Status {
-	status := Status{Mode: c.config.Mode, Source: SourceTable, Reason: "ModePoll is configured", Since: c.since}
+	status := Status{Mode: c.config.Mode, Source: SourceTable, Reason: "ModePoll is configured", Since: c.since, Maintenance: maintenanceStatus(c.upkeep)}
 	if c.live != nil {
 		stream := c.live.Status()
 		status.Reason, status.Since = stream.Reason, stream.Since

@@ -14,9 +14,10 @@ const (
 
 	// DefaultPartitionInterval is the range of created_at a partition holds.
 	DefaultPartitionInterval = time.Hour
-	// MinPartitionInterval keeps the number of partitions in reason: each one
+	// MinPartitionInterval is for tests and trials. With a retention of hours,
+	// less than some minutes makes more partitions than is reasonable: each one
 	// costs every statement on the log a little planning.
-	MinPartitionInterval = time.Minute
+	MinPartitionInterval = time.Second
 	// MaxPartitionInterval keeps retention useful: space comes back only
 	// when a whole partition goes.
 	MaxPartitionInterval = 31 * 24 * time.Hour

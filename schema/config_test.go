@@ -22,7 +22,7 @@ func TestConfigValidate(t *testing.T) {
 	t.Parallel()
 
 	for _, config := range []Config{
-		{PartitionInterval: MinPartitionInterval, LookAhead: 1000 * time.Minute},
+		{PartitionInterval: MinPartitionInterval, LookAhead: 1000 * time.Second},
 		{PartitionInterval: MaxPartitionInterval},
 		{PartitionInterval: 61 * time.Second},
 		{LookAhead: time.Second},
@@ -34,9 +34,9 @@ func TestConfigValidate(t *testing.T) {
 		require.NoError(t, config.WithDefaults().Validate(), "%+v", config)
 	}
 	for problem, config := range map[string]Config{
-		"PartitionInterval must be between 1m0s and 744h0m0s, is 59s":                 {PartitionInterval: 59 * time.Second},
-		"PartitionInterval must be between 1m0s and 744h0m0s, is 745h0m0s":            {PartitionInterval: 745 * time.Hour},
-		"PartitionInterval must be between 1m0s and 744h0m0s, is -1h0m0s":             {PartitionInterval: -time.Hour},
+		"PartitionInterval must be between 1s and 744h0m0s, is 59ms":                  {PartitionInterval: 59 * time.Millisecond},
+		"PartitionInterval must be between 1s and 744h0m0s, is 745h0m0s":              {PartitionInterval: 745 * time.Hour},
+		"PartitionInterval must be between 1s and 744h0m0s, is -1h0m0s":               {PartitionInterval: -time.Hour},
 		"PartitionInterval must be whole seconds, is 1m0.5s":                          {PartitionInterval: 60_500 * time.Millisecond},
 		"LookAhead must be whole seconds and not negative, is -1s":                    {LookAhead: -time.Second},
 		"LookAhead must be whole seconds and not negative, is 1.5s":                   {LookAhead: 1500 * time.Millisecond},

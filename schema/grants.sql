@@ -46,7 +46,7 @@ BEGIN
     FOR function IN
         SELECT p.oid::regprocedure FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
         WHERE n.nspname = :schema AND p.proowner <> (SELECT r.oid FROM pg_catalog.pg_roles r WHERE r.rolname = :role_literal)
-            AND p.proname IN ('era', 'shard', 'publish')
+            AND (p.proname IN ('era', 'shard', 'publish') OR p.proname LIKE 'upkeep%')
     LOOP
         EXECUTE format('ALTER FUNCTION %s OWNER TO %I', function, :role_literal);
     END LOOP;
@@ -60,6 +60,9 @@ GRANT SELECT ON outbox.meta TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload) ON outbox.messages TO :role;
 GRANT INSERT (due_at, topic, key, uuid, metadata, payload) ON outbox.deferred TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era(), outbox.publish(text, bytea, json, text, text, timestamptz) TO :role;
+-- It stands in a constraint that is at times on the DEFAULT partition, and is called
+-- with the rights of whoever inserts there.
+GRANT EXECUTE ON FUNCTION outbox.upkeep_passed(timestamptz) TO :role;
 
 -- part: consumer
 GRANT USAGE ON SCHEMA outbox TO :role;
@@ -70,6 +73,16 @@ GRANT INSERT, UPDATE, DELETE ON outbox.deferred, outbox.dead_letters TO :role;
 GRANT INSERT ON outbox.dead_letter_log TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era(), outbox.shard(text, bigint, integer) TO :role;
+-- Upkeep: the functions do with the owner's rights what only the owner may, and
+-- each looks whether its step loses anything.
+GRANT EXECUTE ON FUNCTION
+    outbox.upkeep_begin(text, double precision, double precision), outbox.upkeep_end(text, boolean), outbox.upkeep_sync(),
+    outbox.upkeep_passed(timestamptz), outbox.upkeep_width(), outbox.upkeep_ranges(), outbox.upkeep_make(timestamptz, timestamptz), outbox.upkeep_guard(timestamptz, timestamptz),
+    outbox.upkeep_validate(), outbox.upkeep_unguard(), outbox.upkeep_seal(text, double precision), outbox.upkeep_strays(text, integer),
+    outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
+    outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
+    outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
+    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_note(text, text) TO :role;
 -- To read the WAL the role that logs in needs REPLICATION besides. That lets it
 -- copy the whole server, so it is not for this script to give: a superuser runs
 -- the first line, or on Amazon RDS a member of rds_superuser the second.
@@ -87,3 +100,13 @@ GRANT INSERT, UPDATE, DELETE ON outbox.meta, outbox.deferred, outbox.inbox, outb
 GRANT DELETE, TRUNCATE ON outbox.messages, outbox.messages_default TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era() TO :role;
+-- Upkeep: the functions do with the owner's rights what only the owner may, and
+-- each looks whether its step loses anything.
+GRANT EXECUTE ON FUNCTION
+    outbox.upkeep_begin(text, double precision, double precision), outbox.upkeep_end(text, boolean), outbox.upkeep_sync(),
+    outbox.upkeep_passed(timestamptz), outbox.upkeep_width(), outbox.upkeep_ranges(), outbox.upkeep_make(timestamptz, timestamptz), outbox.upkeep_guard(timestamptz, timestamptz),
+    outbox.upkeep_validate(), outbox.upkeep_unguard(), outbox.upkeep_seal(text, double precision), outbox.upkeep_strays(text, integer),
+    outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
+    outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
+    outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
+    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_note(text, text) TO :role;

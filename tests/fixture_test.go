@@ -96,6 +96,8 @@ func (f *fixture) consumerOn(db *pgxpool.Config, change func(*outbox.ConsumerCon
 	f.t.Helper()
 	config := outbox.ConsumerConfig{
 		Schema: oddSchema, PollInterval: 10 * time.Millisecond, CheckpointInterval: 20 * time.Millisecond, Mode: testMode,
+		// Tests of it make its passes when they want them.
+		Maintenance: outbox.MaintenanceConfig{Disabled: true},
 	}
 	if change != nil {
 		change(&config)

@@ -1,0 +1,12 @@
+-- The statement that copies a partition. It goes by way of the log, which is what
+-- a reader may read, and reads nothing but the partition.
+--
+-- $1 partition, $2 the log
+SELECT format('COPY (SELECT m.era, m.id, m.xid, m.topic, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.target_group, m.attempt '
+           'FROM %s m WHERE m.created_at >= %L AND m.created_at < %L AND m.tableoid = %s) TO STDOUT WITH (FORMAT csv, HEADER)',
+       $2::text, p.lower, p.upper, a.relation)
+FROM outbox.partitions p
+CROSS JOIN LATERAL (
+    SELECT i.inhrelid::bigint AS relation FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+    WHERE i.inhparent = to_regclass($2::text) AND c.relname = p.name) AS a
+WHERE p.name = $1::text
