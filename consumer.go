@@ -61,6 +61,8 @@ const (
 	lookInterval = 30 * time.Second
 	// idleCheckpoint is how often the positions of idle topics are stored.
 	idleCheckpoint = time.Minute
+	// sealsInterval is how often it is asked which partitions are sealed.
+	sealsInterval = 30 * time.Second
 )
 
 // ConsumerConfig configures a Consumer. The zero value works.
@@ -208,6 +210,7 @@ type Consumer struct {
 	prepare func(context.Context, *pgx.ConnConfig) error
 	gate    *gate
 	queries *window.Queries
+	seals   *window.Seals
 	store   *cursor.Store
 	watcher *watch.Watcher
 	// promoter moves deferred messages into the log when they are due.
@@ -290,15 +293,15 @@ func NewConsumer(db *pgxpool.Config, config ConsumerConfig, logger watermill.Log
 	}
 	c := &Consumer{
 		config: config, logger: logger, pool: pool, db: statements, prepare: prepare, gate: gate,
-		beat:        &reservedConn{config: beatConfig, transactions: config.TransactionPooler},
-		queries:     window.NewQueries(config.Schema),
+		beat:    &reservedConn{config: beatConfig, transactions: config.TransactionPooler},
+		queries: window.NewQueries(config.Schema), seals: &window.Seals{},
 		store:       cursor.NewStore(config.Schema, uuid.NewString()),
 		subscribers: map[*Subscriber]struct{}{}, subscriptions: map[*subscription]struct{}{},
 		since: time.Now(), alone: make(chan struct{}, 1), closeDone: make(chan struct{}),
 	}
 	c.background, c.stop = context.WithCancel(context.Background())
 	c.watcher = watch.New(statements, watch.Config{
-		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Failed: c.failed, Logger: logger,
+		Schema: config.Schema, Interval: config.PollInterval, Timeout: config.QueryTimeout, Seals: c.seals, Failed: c.failed, Logger: logger,
 		Shared: func() (groups, topics []string) { return c.leases.Shared() },
 		Free:   func() { c.leases.Stir() },
 	})
@@ -365,6 +368,7 @@ func (c *Consumer) start() {
 	}
 	c.started = true
 	c.running.Go(func() { c.watcher.Run(c.background) })
+	c.running.Go(c.followSeals)
 	c.running.Go(func() { c.promoter.Run(c.background) })
 	c.running.Go(func() { c.leases.Run(c.background) })
 	if c.upkeep != nil {

@@ -62,7 +62,7 @@ func (s *subscription) read(ctx context.Context, held *lease.Lease, pages chan<-
 	r := &reading{
 		subscription: s, held: held, status: status, logger: logger, out: pages,
 		reader: window.Reader{
-			Queries: s.consumer.queries, Topics: s.topics, Group: s.key.Group,
+			Queries: s.consumer.queries, Seals: s.consumer.seals, Topics: s.topics, Group: s.key.Group,
 			Limits: window.Limits{Rows: s.config.PageSize, Bytes: s.config.PageBytes},
 			Shard:  held.Key.Shard - held.Base, Shards: held.Shards, Until: held.Until,
 		},
@@ -259,4 +259,19 @@ func (r *reading) detach(why error, began time.Time) {
 	r.notBefore = time.Now().Add(attachRetry.Delay(r.detached))
 	r.status.source(SourceTable, why.Error())
 	r.logger.Debug("Topic is polled: "+why.Error(), nil)
+}
+
+// followSeals keeps what is known of sealed partitions up to date. What is old is
+// good enough, so it need not be told of failures.
+func (c *Consumer) followSeals() {
+	for {
+		ctx, cancel := context.WithTimeout(c.background, c.config.QueryTimeout)
+		if err := c.seals.Refresh(ctx, c.queries, c.db); err != nil && c.background.Err() == nil {
+			c.logger.Debug("Cannot see which partitions are sealed; more of them are read than have to be: "+err.Error(), nil)
+		}
+		cancel()
+		if !backoff.Wait(c.background, sealsInterval) {
+			return
+		}
+	}
 }

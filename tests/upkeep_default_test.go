@@ -39,7 +39,9 @@ func TestDefaultPartitionIsCleared(t *testing.T) {
 	f.consumed("a", "orders", 2500)
 	// What comes after the mark stays for the next one.
 	f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) VALUES ('orders', 'after', now() - interval '1 hour')")
-	f.passUntil(m, "it is cleared", func(outbox.MaintenanceStatus) bool { return f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid ~ '^[0-9]+$'") == 0 })
+	f.passUntil(m, "it is cleared", func(outbox.MaintenanceStatus) bool {
+		return f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid ~ '^[0-9]+$'") == 0
+	})
 	require.Equal(t, 1, f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid = 'after'"))
 	f.pass(m)
 	f.consumed("a", "orders", 1)
