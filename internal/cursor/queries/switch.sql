@@ -18,7 +18,7 @@ WITH now AS MATERIALIZED (
         SELECT FROM outbox.processes p WHERE p.holder = o.holder AND NOT EXISTS (
             SELECT FROM unnest($3::text[], $4::bigint[]) AS d (holder, beat) WHERE d.holder = p.holder AND d.beat = p.beat)))
 ), past AS MATERIALIZED (
-    SELECT coalesce(jsonb_object_agg(e.era, jsonb_build_object('p', '4611686018427387904:4611686018427387904:')), '{}') AS eras
+    SELECT coalesce(jsonb_object_agg(e.era, jsonb_build_object('p', '4611686018427387903:4611686018427387903:')), '{}') AS eras
     FROM (
         SELECT k.era FROM old o CROSS JOIN LATERAL jsonb_object_keys(o.past) AS k (era)
         UNION
