@@ -96,9 +96,10 @@ var (
 	// them without any error. Grant BYPASSRLS or disable row security there.
 	ErrRowSecurity = errors.New("outbox: row-level security hides messages from this role")
 
-	// ErrUnknownGroup is returned by Reshard for a consumer group that has no
-	// position in the topic: it never subscribed to it. Check both names; a new
-	// group's number of shards is SubscriberConfig.Shards.
+	// ErrUnknownGroup is returned by Reshard, Seek and DropGroup for a consumer group
+	// that has no position in the topic: it never subscribed to it, or was removed.
+	// Check both names; where a new group begins, and its number of shards, is in
+	// SubscriberConfig.
 	ErrUnknownGroup = errors.New("outbox: the consumer group never subscribed to the topic")
 
 	// ErrNotInstalled is schema.ErrNotInstalled, for callers that import only

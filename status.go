@@ -61,7 +61,8 @@ type SubscriptionStatus struct {
 	// Reason says why it left the WAL the last time, "" if it never was there
 	// or is there again.
 	Reason string
-	// Err is why the last attempt to read failed, nil after one that did not.
+	// Err is why the last attempt to read failed, nil after one that did not. It is
+	// ErrGroupRemoved when there is nothing to read from any more.
 	Err error
 	// Retrying are the messages that failed and wait in place for their next
 	// delivery, those that have failed for longest first, at most MaxRetrying of
@@ -204,6 +205,16 @@ func (s *subscriptionStatus) get() SubscriptionStatus {
 	return status
 }
 
+// removed notes that the group's position is gone, and reports whether that is
+// news.
+func (s *subscriptionStatus) removed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	news := !errors.Is(s.idle.Err, ErrGroupRemoved)
+	s.idle.Err = ErrGroupRemoved
+	return news
+}
+
 // hold notes that a shard was taken.
 func (s *subscriptionStatus) hold(held *lease.Lease) *shardStatus {
 	s.mu.Lock()
@@ -216,6 +227,7 @@ func (s *subscriptionStatus) hold(held *lease.Lease) *shardStatus {
 		shard.now.Since, shard.now.Reason = s.idle.Since, s.idle.Reason
 	}
 	s.shards = append(s.shards, shard)
+	s.idle.Err = nil
 	return shard
 }
 
