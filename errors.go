@@ -96,10 +96,11 @@ var (
 	// them without any error. Grant BYPASSRLS or disable row security there.
 	ErrRowSecurity = errors.New("outbox: row-level security hides messages from this role")
 
-	// ErrUnknownGroup is returned by Reshard for a consumer group that has no
-	// position in the topic: it never subscribed to it; and by ReshardBatches for
-	// one that never subscribed to many topics. Check the names, and which of the
-	// two it is; a new group's number of shards is SubscriberConfig.Shards.
+	// ErrUnknownGroup is returned by Reshard, Seek and DropGroup for a consumer group
+	// that has no position in the topic: it never subscribed to it, or was removed;
+	// and by ReshardBatches for one that never subscribed to many topics. Check the
+	// names, and which of the two it is; where a new group begins, and its number of
+	// shards, is in SubscriberConfig.
 	ErrUnknownGroup = errors.New("outbox: the consumer group never subscribed to the topic")
 
 	// ErrNotInstalled is schema.ErrNotInstalled, for callers that import only

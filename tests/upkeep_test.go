@@ -17,7 +17,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	outbox "github.com/millrace/watermill-outbox"
-	"github.com/millrace/watermill-outbox/internal/upkeep"
 	"github.com/millrace/watermill-outbox/internal/window"
 	"github.com/millrace/watermill-outbox/schema"
 )
