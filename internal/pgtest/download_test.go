@@ -145,9 +145,6 @@ func TestStartWithDownload(t *testing.T) {
 	require.NoError(t, s.Stop())
 	require.EqualValues(t, 1, downloads.Load(), "the cache is used")
 	require.ElementsMatch(t, []string{"lock", "postgres-" + string(downloadVersion)}, entries(t, cache))
-
-	_, err = s.Standby(t.Context(), Options{})
-	require.ErrorContains(t, err, "a standby needs pg_basebackup")
 }
 
 // fakeJar holds programs that fail, quickly.
