@@ -68,14 +68,23 @@ func Open(ctx context.Context, o Options) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	major, err := wantedMajor(os.Getenv(EnvPostgresVersion))
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	conn, err := pgconn.Connect(ctx, given)
 	if err != nil {
 		return nil, fmt.Errorf("pgtest: the server named by %s does not answer (unset it to get a throw-away one): %w", EnvDatabaseURL, err)
 	}
+	found := majorVersion(conn)
+	noteVersion(conn)
 	if err := conn.Close(ctx); err != nil {
 		return nil, fmt.Errorf("pgtest: close the connection to the server named by %s: %w", EnvDatabaseURL, err)
+	}
+	if major != 0 && found != major {
+		return nil, fmt.Errorf("pgtest: the server named by %s is a PostgreSQL %d, but %s is %d: unset one of them", EnvDatabaseURL, found, EnvPostgresVersion, major)
 	}
 	return &Server{url: u}, nil
 }
@@ -325,6 +334,7 @@ func (s *Server) probe(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = conn.Close(ctx) }()
+	noteVersion(conn)
 	results, err := conn.Exec(ctx, "SHOW cluster_name").ReadAll()
 	if err != nil {
 		return err
