@@ -33,14 +33,17 @@ var versions struct {
 	seen map[string]bool
 }
 
-// noteVersion takes down the version of the server at the other end of conn.
-func noteVersion(conn *pgconn.PgConn) {
+// noteVersion takes down, and returns, the version of the server at the other end
+// of conn.
+func noteVersion(conn *pgconn.PgConn) string {
 	versions.mu.Lock()
 	defer versions.mu.Unlock()
 	if versions.seen == nil {
 		versions.seen = map[string]bool{}
 	}
-	versions.seen[conn.ParameterStatus("server_version")] = true
+	version := conn.ParameterStatus("server_version")
+	versions.seen[version] = true
+	return version
 }
 
 func seenVersions() []string {
