@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -65,6 +66,9 @@ max_client_conn = 300
 ignore_startup_parameters = extra_float_digits
 stats_users = %s
 `, server.Host, server.Port, port, conns, server.User)
+	if keepsStatements(t, program) {
+		config += "max_prepared_statements = 0\n" // the harder case, and all that older ones have
+	}
 	if os.Geteuid() == 0 {
 		config += "user = nobody\n" // it refuses to run as root
 	}
@@ -125,16 +129,16 @@ func (b *bouncer) url(mode string) string {
 	return withParameter(b.t, b.through.String(), "default_query_exec_mode", mode)
 }
 
-// show returns a column of one of its tables, such as POOLS, summed up over the
-// rows of the fixture's database.
-func (b *bouncer) show(table, column string) int {
+// serverConns returns how many connections to the server there are for the
+// fixture's database, as PgBouncer says.
+func (b *bouncer) serverConns() int {
 	b.t.Helper()
 	admin := *b.through
 	admin.Path = "/pgbouncer"
 	conn, err := pgx.Connect(b.t.Context(), withParameter(b.t, admin.String(), "default_query_exec_mode", "simple_protocol"))
 	require.NoError(b.t, err)
 	defer func() { require.NoError(b.t, conn.Close(context.WithoutCancel(b.t.Context()))) }()
-	rows, err := conn.Query(b.t.Context(), "SHOW "+table)
+	rows, err := conn.Query(b.t.Context(), "SHOW POOLS")
 	require.NoError(b.t, err)
 	defer rows.Close()
 	sum := 0
@@ -143,7 +147,10 @@ func (b *bouncer) show(table, column string) int {
 		for i, value := range rows.RawValues() {
 			values[rows.FieldDescriptions()[i].Name] = string(value)
 		}
-		if values["database"] == strings.TrimPrefix(b.through.Path, "/") {
+		if values["database"] != strings.TrimPrefix(b.through.Path, "/") {
+			continue
+		}
+		for _, column := range []string{"sv_active", "sv_idle", "sv_used", "sv_tested", "sv_login"} {
 			n, err := strconv.Atoi(values[column])
 			require.NoError(b.t, err, "%v", values)
 			sum += n
@@ -151,4 +158,21 @@ func (b *bouncer) show(table, column string) int {
 	}
 	require.NoError(b.t, rows.Err())
 	return sum
+}
+
+var bouncerVersion = regexp.MustCompile(`(\d+)\.(\d+)`)
+
+// keepsStatements reports whether PgBouncer knows of prepared statements: those of
+// 1.21 and newer.
+func keepsStatements(t testing.TB, program string) bool {
+	t.Helper()
+	output, err := exec.CommandContext(t.Context(), program, "--version").Output()
+	require.NoError(t, err)
+	found := bouncerVersion.FindSubmatch(output)
+	require.NotNil(t, found, "%s", output)
+	major, err := strconv.Atoi(string(found[1]))
+	require.NoError(t, err)
+	minor, err := strconv.Atoi(string(found[2]))
+	require.NoError(t, err)
+	return major > 1 || minor >= 21
 }

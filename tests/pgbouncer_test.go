@@ -63,7 +63,7 @@ func TestPgBouncerManyClients(t *testing.T) {
 		all = append(all, some...)
 	}
 	requireKeysInOrder(t, all, received)
-	require.LessOrEqual(t, b.show("POOLS", "sv_active")+b.show("POOLS", "sv_idle")+b.show("POOLS", "sv_used"), 2)
+	require.LessOrEqual(t, b.serverConns(), 2)
 	require.NoError(t, consumer.Close())
 	require.Empty(t, book.errors())
 }
@@ -185,7 +185,7 @@ func TestPgBouncerIsNotExpected(t *testing.T) {
 			require.ErrorContains(t, err, "PublisherConfig.TransactionPooler")
 		}
 	}
-	require.Positive(t, failed, "this PgBouncer keeps track of prepared statements: see docs/modes.md")
+	require.Positive(t, failed)
 }
 
 // A Consumer takes a configuration in any query mode. What comes through has what
