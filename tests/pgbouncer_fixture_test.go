@@ -62,8 +62,6 @@ auth_file = users
 pool_mode = transaction
 default_pool_size = %d
 max_client_conn = 300
-; lib/pq asks for it, as many drivers do
-ignore_startup_parameters = extra_float_digits
 stats_users = %s
 `, server.Host, server.Port, port, conns, server.User)
 	if keepsStatements(t, program) {

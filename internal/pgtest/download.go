@@ -74,6 +74,10 @@ func (d downloader) download(ctx context.Context, major int) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("pgtest: no PostgreSQL %d on this machine (install it, or name its folder in %s), and %w", major, EnvPostgresBin, err)
 	}
+	return d.downloadRelease(ctx, major, r)
+}
+
+func (d downloader) downloadRelease(ctx context.Context, major int, r release) (string, error) {
 	cache, err := d.cache()
 	if err != nil {
 		return "", err
