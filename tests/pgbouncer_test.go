@@ -112,14 +112,14 @@ func TestPgBouncerPublishWithDatabaseSQL(t *testing.T) {
 	consumer, book := b.consumer(f, "")
 	for name, test := range map[string]struct {
 		driver, parameter, value string
-		plain, tx                bool // where it works
+		conn, tx                 bool // where it works beside an *sql.DB
 	}{
 		"pgx stdlib":                     {"pgx", "", "", true, false},
 		"pgx stdlib, descriptions":       {"pgx", "default_query_exec_mode", "cache_describe", true, true},
 		"pgx stdlib, described each":     {"pgx", "default_query_exec_mode", "describe_exec", true, true},
 		"pgx stdlib, nothing prepared":   {"pgx", "default_query_exec_mode", "exec", true, true},
 		"pgx stdlib, simple protocol":    {"pgx", "default_query_exec_mode", "simple_protocol", true, true},
-		"lib/pq":                         {"postgres", "", "", true, true},
+		"lib/pq":                         {"postgres", "", "", false, true},
 		"lib/pq, with binary parameters": {"postgres", "binary_parameters", "yes", true, true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -133,6 +133,14 @@ func TestPgBouncerPublishWithDatabaseSQL(t *testing.T) {
 					sent := variety(n)
 					require.NoError(t, publisher.Publish(name, sent...), size)
 					requireDelivered(t, delivered, sent)
+					if test.conn {
+						sent = variety(n)
+						conn, err := db.Conn(t.Context())
+						require.NoError(t, err)
+						require.NoError(t, publisherOn(t, conn, outbox.PublisherConfig{TransactionPooler: true}).Publish(name, sent...))
+						require.NoError(t, conn.Close())
+						requireDelivered(t, delivered, sent)
+					}
 					if !test.tx {
 						continue
 					}
