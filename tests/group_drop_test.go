@@ -168,7 +168,7 @@ func TestLateCheckpointOfARemovedCursor(t *testing.T) {
 	require.NoError(t, store.MarkLife(t.Context(), f.pool))
 	take := func() cursor.Held {
 		f.ensure(t, store, key)
-		held, err := store.Claim(t.Context(), f.pool, []cursor.Key{key}, nil)
+		held, err := store.Claim(t.Context(), f.pool, []cursor.Wanted{{Key: key}}, nil)
 		require.NoError(t, err)
 		require.Len(t, held, 1)
 		return held[0]
