@@ -211,7 +211,7 @@ func TestSeekWithACheckpointUnderWay(t *testing.T) {
 			key := cursor.Key{Group: "group", Topic: "topic"}
 			f.ensure(t, store, key)
 			require.NoError(t, store.MarkLife(t.Context(), f.pool))
-			held, err := store.Claim(t.Context(), f.pool, []cursor.Key{key}, nil)
+			held, err := store.Claim(t.Context(), f.pool, []cursor.Wanted{{Key: key}}, nil)
 			require.NoError(t, err)
 			require.Len(t, held, 1)
 			saved, err := saveOnce(t.Context(), f, store, held[0])
