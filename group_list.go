@@ -42,8 +42,10 @@ func (f GroupFilter) validate() error {
 		name, value string
 		limit       int
 	}{
-		{"ConsumerGroup", f.ConsumerGroup, MaxConsumerGroupBytes}, {"AfterGroup", f.AfterGroup, MaxConsumerGroupBytes},
-		{"Topic", f.Topic, MaxTopicBytes}, {"AfterTopic", f.AfterTopic, MaxTopicBytes},
+		{"ConsumerGroup", f.ConsumerGroup, MaxConsumerGroupBytes},
+		{"AfterGroup", f.AfterGroup, MaxConsumerGroupBytes},
+		{"Topic", f.Topic, MaxTopicBytes},
+		{"AfterTopic", f.AfterTopic, MaxTopicBytes},
 	} {
 		if problem := textProblem(field.value, field.limit); problem != "" {
 			return fmt.Errorf("outbox: GroupFilter.%s %s", field.name, problem)
