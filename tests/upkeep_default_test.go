@@ -92,7 +92,7 @@ func TestDefaultPartitionIsNotSearchedUnderALock(t *testing.T) {
 	config.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) { notices = append(notices, n.Message) }
 	conn, err := pgx.ConnectConfig(t.Context(), config)
 	require.NoError(t, err)
-	defer conn.Close(context.WithoutCancel(t.Context())) //nolint:errcheck // the end
+	defer conn.Close(context.WithoutCancel(t.Context()))
 	call := func(text string, args ...any) (word string) {
 		require.NoError(t, conn.QueryRow(t.Context(), f.sql(text), args...).Scan(&word), text)
 		return word
@@ -182,7 +182,9 @@ func TestDefaultPartitionThatIsLargeMakesNobodyWait(t *testing.T) {
 	for _, at := range []string{"clock_timestamp()", "clock_timestamp() - interval '1 hour'"} {
 		conn := f.connect(t)
 		publishing.Go(func() {
-			_, err := conn.Exec(context.WithoutCancel(ctx), "SET lock_timeout = '100ms'")
+			// Ten times as long as it should be, on a machine that does other things,
+			// too.
+			_, err := conn.Exec(context.WithoutCancel(ctx), "SET lock_timeout = '1s'")
 			for err == nil && ctx.Err() == nil {
 				_, err = conn.Exec(context.WithoutCancel(ctx), f.sql("INSERT INTO outbox.messages (topic, uuid, created_at) VALUES ('others', 'x', "+at+")"))
 			}
