@@ -12,46 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
-
-	"github.com/millrace/watermill-outbox/internal/window"
 )
-
-func snapshot(t *testing.T, text string) window.Snapshot {
-	t.Helper()
-	s, err := window.ParseSnapshot(text)
-	require.NoError(t, err)
-	return s
-}
-
-func TestBound(t *testing.T) {
-	t.Parallel()
-
-	at := func(hour int) time.Time { return time.Date(2026, 1, 1, hour, 0, 0, 0, time.UTC) }
-	part := func(hour int, era int64, seal string) Range {
-		r := Range{Lower: at(hour), Upper: at(hour + 1), Era: era}
-		if seal != "" {
-			r.Seal = snapshot(t, seal)
-		}
-		return r
-	}
-	for name, test := range map[string]struct {
-		ranges Ranges
-		want   time.Time
-	}{
-		"nothing":               {nil, time.Time{}},
-		"all":                   {Ranges{part(1, 7, "10:10:"), part(2, 7, "20:20:")}, at(3)},
-		"up to what it has not": {Ranges{part(1, 7, "10:10:"), part(2, 7, "40:40:"), part(3, 7, "20:20:")}, at(2)},
-		"a transaction that runs": {
-			Ranges{part(1, 7, "10:10:"), part(2, 7, "28:30:"), part(3, 7, "20:20:")}, at(2),
-		},
-		"up to an open one":        {Ranges{part(1, 7, "10:10:"), part(2, 7, ""), part(3, 7, "10:10:")}, at(2)},
-		"up to a gap":              {Ranges{part(1, 7, "10:10:"), part(3, 7, "10:10:")}, at(2)},
-		"up to another cluster's":  {Ranges{part(1, 7, "10:10:"), part(2, 8, "10:10:")}, at(2)},
-		"the first one is not his": {Ranges{part(1, 8, "10:10:"), part(2, 7, "10:10:")}, time.Time{}},
-	} {
-		require.Equal(t, test.want, test.ranges.Bound(7, snapshot(t, "28:30:28")), name)
-	}
-}
 
 func TestHold(t *testing.T) {
 	t.Parallel()
