@@ -45,6 +45,7 @@ var scenarios = []scenario{
 	{"drain", "messages drained per second from a backlog, with an Ack each", false, drainScenario},
 	{"memory", "peak memory while draining many small and some large messages", false, memoryScenario},
 	{"growth", "time of a page when 100,000 and when 5,000,000 delivered rows are stored", false, growthScenario},
+	{"partitions", "time of a page and of an idle look with 10 and with 500 partitions stored", false, partitionsScenario},
 	{"latency", "time from the publishing commit to the handler at 500 messages a second", true, latencyScenario},
 	{"live", "messages received per second while they are published, against a bare reader of the WAL", false, liveScenario},
 	{"bykey", "messages handled per second by slow handlers, keys in parallel", false, byKeyScenario},
