@@ -29,6 +29,7 @@ const (
 	partitionsTopics = 20
 	// partitionsLooks is how many idle looks, or idle pages, a turn times.
 	partitionsLooks = 200
+	partitionsTurns = 3 // in a round
 )
 
 // partitionsScenario: what a process asks of the log with few and with many
@@ -36,6 +37,7 @@ const (
 // page when there are none, and the look of the watcher for all topics. How long a
 // page takes where nothing is known of the seals is what they save.
 func partitionsScenario(ctx context.Context, b *bench) error {
+	b.options.rounds *= partitionsTurns
 	var logs []*partitionedLog
 	for _, size := range []int{partitionsFew, partitionsMany} {
 		l, err := newPartitionedLog(ctx, b, b.count(size))
