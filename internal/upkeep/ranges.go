@@ -30,7 +30,8 @@ type Ranges []Range
 // bound of the last in an unbroken row of ranges, from the first on, that are sealed
 // on its cluster by what p covers. The zero time if there is none. What is in the
 // DEFAULT partition has no range, so a reader that leaves out what was created
-// before Bound must not leave out that.
+// before Bound must not leave out that. And a window must go by the ranges that its
+// own snapshot sees: a seal may be void a moment later, and a row come.
 func (r Ranges) Bound(era int64, p window.Snapshot) time.Time {
 	var bound time.Time
 	for i, part := range r {
