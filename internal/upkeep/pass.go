@@ -233,8 +233,6 @@ func (p *pass) partition(ctx context.Context, part Partition) error {
 		if strays += n; n == 0 {
 			break
 		}
-		// The seal is void, and with it the search: what is left is found when there
-		// is another.
 		p.config.Logger.Info("Messages were inserted into the past; they are published again", watermill.LogFields{"partition": part.Name, "messages": n})
 		p.problem("partition "+part.Name, fmt.Errorf("%d messages came after the partition was sealed, as after a clock that was set back: they were published again", n))
 	}

@@ -516,8 +516,13 @@ BEGIN
     RETURN coalesce(found, '{}');
 END $body$;
 
--- Publishes again what a seal does not see, at most so many rows, and voids the
--- seal: the partition is open again. How many there were.
+-- Publishes again what a seal does not see, at most so many rows. If that was all,
+-- the seal is void, and the partition open again. How many there were.
+--
+-- A reader whose position covers the seal may have passed over any of them, and one
+-- that is left must not be under a seal that sees it. So nobody may insert between
+-- the last look and the end of the seal, and who sees a later row sees that
+-- the seal is void.
 CREATE FUNCTION outbox.upkeep_strays(name text, most integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
@@ -526,14 +531,21 @@ DECLARE
     p record;
     places tid[];
     moved integer;
+    more boolean := false;
 BEGIN
     SELECT * INTO p FROM outbox.upkeep_partition(name);
     IF p.upper IS NULL OR p.state NOT IN ('sealed', 'freed') THEN
         RETURN 0;
     END IF;
-    places := outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, least(greatest(most, 1), 1000));
-    IF cardinality(places) = 0 THEN
+    IF cardinality(outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, 1)) = 0 THEN
         RETURN 0;
+    END IF;
+    EXECUTE format('LOCK TABLE ONLY %s IN SHARE ROW EXCLUSIVE MODE NOWAIT', p.quoted);
+    most := least(greatest(most, 1), 1000);
+    places := outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, most + 1);
+    IF cardinality(places) > most THEN
+        places := places[:most];
+        more := true;
     END IF;
     IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' THEN
         EXECUTE format('ALTER TABLE %s REPLICA IDENTITY FULL', p.quoted); -- see upkeep_make
@@ -548,6 +560,9 @@ BEGIN
         )
         SELECT count(*) FROM gone
         $q$, p.quoted, :schema) INTO moved USING places;
+    IF more THEN
+        RETURN moved;
+    END IF;
     UPDATE outbox.partitions q
     SET state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
         freed_at = NULL, held_by = NULL, held_since = NULL, voided = q.voided + 1
