@@ -206,7 +206,9 @@ func (r *run) end() {
 	defer r.mu.Unlock()
 	r.ended = true
 	for it := range r.retrying {
-		it.timer.Stop() // it would keep the run until then
+		if it.timer != nil {
+			it.timer.Stop() // it would keep the run until then
+		}
 	}
 }
 
@@ -330,6 +332,7 @@ func (r *run) done(batch []*item) {
 		case withdrawn: // it is in front of its line again
 		case again:
 			blocked = true // until its retry
+			r.rest(it)
 		case stopped, nacked, overdue:
 			blocked = true // for good
 		}
@@ -355,6 +358,9 @@ func (r *run) back() {
 // deliver hands out a batch, of one item as a rule, of which only the first may
 // have a past, and sees to what becomes of it.
 func (r *run) deliver(batch []*item) {
+	for _, it := range batch {
+		it.result = withdrawn // those of which nothing else becomes
+	}
 	if r.decided(batch[0]) {
 		r.giveBack(batch[1:])
 		return

@@ -43,9 +43,6 @@ type handed struct {
 // handOut sends messages and sees to what becomes of each, in their order. What is
 // behind one that is not acked is withdrawn, unless it is acked by then.
 func (r *run) handOut(batch []*item) {
-	for _, it := range batch {
-		it.result = withdrawn
-	}
 	if !r.enter() {
 		batch[0].result = stopped
 		return
