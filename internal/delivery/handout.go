@@ -159,6 +159,9 @@ func (h *handout) outcome(i int) outcome {
 		var grace grace
 		return h.grant(i, &grace, overdue)
 	case <-h.over:
+		if h.lease.Err() != nil {
+			h.cancelFrom(i, context.Cause(h.lease)) // however short the grace is
+		}
 	}
 	// The end is near: of the subscription, which gives the handler its grace,
 	// or of the lease, when the ack counts for nothing but the handler is given
