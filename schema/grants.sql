@@ -93,13 +93,9 @@ GRANT EXECUTE ON FUNCTION
 -- GRANT pg_read_all_stats TO :role_commented;
 
 -- part: upkeep
-GRANT USAGE, CREATE ON SCHEMA outbox TO :role;
+-- Reading, for archives and for what is to be told. All else is done by functions.
+GRANT USAGE ON SCHEMA outbox TO :role;
 GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
-GRANT SELECT ON outbox.messages_id_seq TO :role;
-GRANT INSERT, UPDATE, DELETE ON outbox.meta, outbox.deferred, outbox.inbox, outbox.processes TO :role;
-GRANT DELETE, TRUNCATE ON outbox.messages, outbox.messages_default TO :role;
-GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
-GRANT EXECUTE ON FUNCTION outbox.era() TO :role;
 -- Upkeep: the functions do with the owner's rights what only the owner may, and
 -- each looks whether its step loses anything.
 GRANT EXECUTE ON FUNCTION

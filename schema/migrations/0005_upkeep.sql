@@ -544,7 +544,7 @@ BEGIN
     most := least(greatest(most, 1), 1000);
     places := outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, most + 1);
     IF cardinality(places) > most THEN
-        places := places[:most];
+        places := places[1 : most];
         more := true;
     END IF;
     IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' THEN
