@@ -55,6 +55,7 @@ func TestSomebodyPublishesAllTables(t *testing.T) {
 	changed := map[string]string{
 		"messages_default": "attempt = attempt", "cursors": "floor = floor", "processes": "beat = beat", "deferred": "attempt = attempt",
 		"dead_letters": "attempts = attempts", "dead_letter_log": "reason = reason", "group_log": "reason = reason", "members": "subscriptions = subscriptions", "inbox": "handled_at = now()", "meta": "value = value", "boot": "life = life",
+		"partitions": "voided = voided", "upkeep": "until = until",
 	}
 	for _, table := range tables {
 		set, known := changed[table]
