@@ -20,8 +20,16 @@ func TestMetadataThatIsNoHeader(t *testing.T) {
 		require.NoError(t, checkHeader(header), header)
 	}
 	for _, header := range []nats.Header{
-		{"": {"a"}}, {"two words": {"a"}}, {"a:b": {"c"}}, {"schlüssel": {"a"}}, {"a\n": {"b"}},
-		{"key": {"a\nb"}}, {"key": {"a\r"}}, {"key": {" a"}}, {"key": {"a\t"}}, {"key": {"fine", "not "}},
+		{"": {"a"}},
+		{"two words": {"a"}},
+		{"a:b": {"c"}},
+		{"schlüssel": {"a"}},
+		{"a\n": {"b"}},
+		{"key": {"a\nb"}},
+		{"key": {"a\r"}},
+		{"key": {" a"}},
+		{"key": {"a\t"}},
+		{"key": {"fine", "not "}},
 	} {
 		err := checkHeader(header)
 		require.ErrorIs(t, err, ErrMetadata, header)
