@@ -125,8 +125,10 @@ type run struct {
 	// inFlight counts the items that workers have, workers also those workers
 	// that look for one.
 	inFlight, workers int
-	// suspectsOut says that suspects are in flight, and so nothing else.
+	// suspectsOut says that suspects are in flight, and so nothing else. stuck counts
+	// the workers whose suspects took too long for that.
 	suspectsOut bool
+	stuck       int
 	retrying    map[*item]Retrying
 	ended       bool
 }
@@ -301,7 +303,7 @@ func (r *run) work() {
 func (r *run) next() []*item {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectsOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
+	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectsOut || r.queue.ready.peek().suspect && r.inFlight > r.stuck {
 		r.workers--
 		return nil
 	}
@@ -340,6 +342,10 @@ func (r *run) done(batch []*item) {
 	if !blocked {
 		r.queue.gone(batch[0])
 	}
+	select {
+	case r.room <- struct{}{}:
+	default:
+	}
 }
 
 // back notes that a worker has nothing in flight any more.
@@ -347,11 +353,6 @@ func (r *run) back() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.inFlight--
-	r.suspectsOut = false // had it been one of them, the process would not live
-	select {
-	case r.room <- struct{}{}:
-	default:
-	}
 	r.employ()
 }
 
