@@ -235,6 +235,9 @@ func (p *pass) partition(ctx context.Context, part Partition) error {
 		}
 		p.config.Logger.Info("Messages were inserted into the past; they are published again", watermill.LogFields{"partition": part.Name, "messages": n})
 		p.problem("partition "+part.Name, fmt.Errorf("%d messages came after the partition was sealed, as after a clock that was set back: they were published again", n))
+		if n < batch {
+			break // what is still being written is for the next pass
+		}
 	}
 	if strays > 0 {
 		return nil
@@ -312,7 +315,7 @@ func (p *pass) drop(ctx context.Context, part Partition) error {
 // spare clears the DEFAULT partition.
 func (p *pass) spare(ctx context.Context, part Partition) error {
 	if part.State == Open {
-		word, err := p.table.word(ctx, "SELECT outbox.upkeep_seal($1::text, 0)", part.Name)
+		word, err := p.table.word(ctx, "SELECT outbox.upkeep_seal($1::text, 0::float8)", part.Name)
 		if err != nil || word != "sealed" {
 			return err
 		}

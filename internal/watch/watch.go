@@ -214,8 +214,8 @@ func (w *Watcher) Look(ctx context.Context) (anything, watching bool, err error)
 	if before != nil {
 		bound = w.config.Seals.Of(before.Life.Era, before.Snapshot)
 	}
-	now, found, news, spare, err := w.ask(ctx, names, patterns, before, bound.Since)
-	if err == nil && !bound.Holds(now.Life, spare) {
+	now, found, news, voids, err := w.ask(ctx, names, patterns, before, bound.Since)
+	if err == nil && !bound.Holds(now.Life, voids) {
 		w.config.Seals.Forget()
 		now, found, news, _, err = w.ask(ctx, names, patterns, before, time.Time{})
 	}
@@ -247,12 +247,12 @@ func (w *Watcher) Look(ctx context.Context) (anything, watching bool, err error)
 }
 
 // ask runs the statement: which topics have news since the look before, and whether
-// those that match the patterns have, of what is no older than since; and whether
-// there is anything in the DEFAULT partition, if since is not zero. Without a look
-// before it asks for no topic.
-func (w *Watcher) ask(ctx context.Context, names, patterns []string, before *window.Now, since time.Time) (now window.Now, found []string, news, spare bool, err error) {
-	fail := func(err error) (window.Now, []string, bool, bool, error) {
-		return window.Now{}, nil, false, false, fmt.Errorf("look for new messages: %w", err)
+// those that match the patterns have, of what is no older than since; and whether it
+// may leave that out, if since is not zero (window.Bound). Without a look before it
+// asks for no topic.
+func (w *Watcher) ask(ctx context.Context, names, patterns []string, before *window.Now, since time.Time) (now window.Now, found []string, news bool, voids int64, err error) {
+	fail := func(err error) (window.Now, []string, bool, int64, error) {
+		return window.Now{}, nil, false, 0, fmt.Errorf("look for new messages: %w", err)
 	}
 	var last window.Snapshot
 	if before == nil {
@@ -274,6 +274,7 @@ func (w *Watcher) ask(ctx context.Context, names, patterns []string, before *win
 	var text string
 	var boot *string
 	var free bool
+	var spare *int64
 	found, err = pgx.CollectExactlyOneRow(rows, func(row pgx.CollectableRow) (found []string, err error) {
 		err = row.Scan(&now.Life.Era, &boot, &text, &now.Top, &found, &news, &free, &spare)
 		return found, err
@@ -284,13 +285,16 @@ func (w *Watcher) ask(ctx context.Context, names, patterns []string, before *win
 	if boot != nil {
 		now.Life.Boot = *boot
 	}
+	if spare != nil {
+		voids = *spare
+	}
 	if now.Snapshot, err = window.ParseSnapshot(text); err != nil {
 		return fail(err)
 	}
 	if free {
 		w.config.Free()
 	}
-	return now, found, news, spare, nil
+	return now, found, news, voids, nil
 }
 
 // wakeAll is called with mu held.

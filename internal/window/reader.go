@@ -45,7 +45,8 @@ type statements struct {
 // NewQueries returns the statements for the schema called name.
 func NewQueries(name string) *Queries {
 	q := &Queries{name: name, reading: map[reads]statements{}}
-	q.now, q.seals = q.text("now", reads{}), q.text("seals", reads{})
+	// The seals are read with what the statements that leave something out say.
+	q.now, q.seals = q.text("now", reads{}), q.text("seals", reads{since: time.Unix(0, 0)})
 	return q
 }
 
@@ -99,15 +100,18 @@ const (
         )`
 )
 
+// spareText stands for :spare where something is left out.
+const spareText = "(SELECT CASE WHEN EXISTS (SELECT FROM outbox.messages_default) THEN -1 ELSE coalesce((SELECT u.voids FROM outbox.upkeep u), -1) END)"
+
 // Fill puts into the text of a statement what reads one topic, or many, and nothing
 // that is older than since unless that is zero. What leaves out something says
-// besides whether it may (:spare): in the DEFAULT partition there may be rows of any
-// time, so nothing must be there.
+// besides whether it may (:spare, see Bound): how many times seals were void, -1 while
+// there is anything in the DEFAULT partition.
 func Fill(text string, many bool, since time.Time) string {
 	recent, spare := "", "NULL::bigint"
 	if !since.IsZero() {
 		recent = " AND m.created_at >= '" + since.UTC().Format("2006-01-02 15:04:05.999999") + "+00'::timestamptz"
-		spare = "(SELECT count(*) FROM (SELECT FROM outbox.messages_default LIMIT 1) AS spare)"
+		spare = spareText
 	}
 	messages, topic, chosen := messagesOfOne, "NULL::text", "m.topic = $1::text"
 	inIndex, rest := chosen, "true"
@@ -304,7 +308,7 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
-	if !bound.Holds(page.Life, head.spare) {
+	if !bound.Holds(page.Life, head.voids) {
 		r.Seals.Forget()
 		return r.open(ctx, db, pos)
 	}
@@ -346,7 +350,7 @@ func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
-	if !bound.Holds(page.Life, head.spare) {
+	if !bound.Holds(page.Life, head.voids) {
 		r.Seals.Forget()
 		return r.main(ctx, db, pos)
 	}
@@ -382,7 +386,7 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
 	}
-	if !bound.Holds(page.Life, head.spare) {
+	if !bound.Holds(page.Life, head.voids) {
 		r.Seals.Forget()
 		return r.late(ctx, db, pos)
 	}

@@ -51,8 +51,8 @@ type line struct {
 	kind int
 	// total is the size of the page up to and with this row.
 	total int64
-	// spare, in the header, says that there is something in the DEFAULT partition.
-	spare bool
+	// voids, in the header, is what :spare says, -1 where nothing is left out.
+	voids int64
 	life  Life
 	// Of open.sql alone.
 	snapshot string
@@ -161,7 +161,9 @@ func scanText(rows pgx.Rows, kind pageKind) (line, error) {
 			return line{}, errors.New("a page's header is incomplete")
 		}
 		l.life.Era = *era
-		l.spare = total != nil && *total > 0
+		if l.voids = -1; total != nil {
+			l.voids = *total
+		}
 		if boot != nil {
 			l.life.Boot = *boot
 		}

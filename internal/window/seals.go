@@ -19,28 +19,31 @@ type Seal struct {
 
 // Seals are the sealed partitions, the oldest first, up to the first that is not.
 // They let readers leave out what they have read: a P that covers a seal has all of
-// the partition, and whatever slips into it later is published again. So what is
-// known here may be old, but it must be of the same life of the server. Safe for
-// concurrent use; of nil nothing is sealed.
+// the partition, and whatever slips into it later is published again, until the seal
+// is void. So what is known here may be old; see Bound. Safe for concurrent use; of nil
+// nothing is sealed.
 type Seals struct {
-	mu   sync.Mutex
-	life Life
-	list []Seal
+	mu    sync.Mutex
+	life  Life
+	voids int64
+	list  []Seal
 }
 
 // Bound is the moment before which somebody has everything, by created_at. It holds
-// in the life of the server in which the seals were read, and while nothing is in
-// the DEFAULT partition, where rows of any time may be. The zero value is none.
+// in the life of the server in which the seals were read, while none has been void
+// since, and while nothing is in the DEFAULT partition, where rows of any time may be.
+// The zero value is none.
 type Bound struct {
 	Since time.Time
 	life  Life
+	voids int64
 }
 
 // Holds reports whether a statement that leaves out what the bound says was right to
-// do so: in which life of the server it was answered, and whether it found anything in
-// the DEFAULT partition.
-func (b Bound) Holds(life Life, spare bool) bool {
-	return b.Since.IsZero() || life == b.life && !spare
+// do so: in which life of the server it was answered, and how many times seals had
+// been void (-1: there was something in the DEFAULT partition).
+func (b Bound) Holds(life Life, voids int64) bool {
+	return b.Since.IsZero() || life == b.life && voids == b.voids
 }
 
 // Of returns the bound of who has seen all that a snapshot of an era sees.
@@ -54,7 +57,7 @@ func (s *Seals) Of(era int64, seen Snapshot) (bound Bound) {
 		if seal.Era != era || !seen.Covers(seal.Snapshot) {
 			break
 		}
-		bound = Bound{Since: seal.Upper, life: s.life}
+		bound = Bound{Since: seal.Upper, life: s.life, voids: s.voids}
 	}
 	return bound
 }
@@ -74,20 +77,21 @@ func (s *Seals) Refresh(ctx context.Context, queries *Queries, db Querier) error
 		return err
 	}
 	var life Life
+	var voids int64
 	var list []Seal
 	sealed := true
 	_, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (struct{}, error) {
-		var known, spare bool
+		var known bool
 		var upper *time.Time
 		var boot, text *string
 		var era *int64
-		if err := row.Scan(&life.Era, &boot, &known, &upper, &text, &era, &spare); err != nil {
+		if err := row.Scan(&life.Era, &boot, &known, &upper, &text, &era, &voids); err != nil {
 			return struct{}{}, err
 		}
 		if boot != nil {
 			life.Boot = *boot
 		}
-		if !known || spare {
+		if !known || voids < 0 {
 			list, sealed = nil, false
 		}
 		if sealed = sealed && text != nil; !sealed {
@@ -105,6 +109,6 @@ func (s *Seals) Refresh(ctx context.Context, queries *Queries, db Querier) error
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.life, s.list = life, list
+	s.life, s.voids, s.list = life, voids, list
 	return nil
 }

@@ -36,9 +36,10 @@ func TestSealsOf(t *testing.T) {
 		seals := &Seals{life: Life{Era: 7, Boot: "a"}, list: test.list}
 		bound := seals.Of(7, snapshot("28:30:28"))
 		require.Equal(t, test.want, bound.Since, name)
-		require.Equal(t, test.want.IsZero(), bound.Holds(Life{Era: 7, Boot: "b"}, false), name)
-		require.Equal(t, test.want.IsZero(), bound.Holds(Life{Era: 7, Boot: "a"}, true), name)
-		require.True(t, bound.Holds(Life{Era: 7, Boot: "a"}, false), name)
+		require.Equal(t, test.want.IsZero(), bound.Holds(Life{Era: 7, Boot: "b"}, 0), name)
+		require.Equal(t, test.want.IsZero(), bound.Holds(Life{Era: 7, Boot: "a"}, 1), name, "void since")
+		require.Equal(t, test.want.IsZero(), bound.Holds(Life{Era: 7, Boot: "a"}, -1), name, "DEFAULT is not empty")
+		require.True(t, bound.Holds(Life{Era: 7, Boot: "a"}, 0), name)
 		seals.Forget()
 		require.Zero(t, seals.Of(7, snapshot("28:30:28")), name)
 	}

@@ -4,7 +4,9 @@
 -- READ COMMITTED, where each statement sees what committed before it began, and
 -- for short transactions of their own, one step each. None waits for a lock on
 -- messages, or on a partition, for longer than 50 ms: whoever comes after would
--- wait behind it.
+-- wait behind it. They call each other with the very types that are declared, so that
+-- a function of the same name, by somebody who may create one in the schema, is not
+-- called in place of one of them, with the owner's rights.
 
 -- The partitions that upkeep looks after. State:
 --
@@ -43,6 +45,11 @@ CREATE TABLE outbox.partitions (
 
 -- One row: who does the upkeep, until when it may take before others go on, when
 -- it was last through, and the guard on the DEFAULT partition, if there is one.
+--
+-- Readers remember seals. What they remember is good while voids is what it was:
+-- it changes in the transaction that opens again what was sealed, so whoever sees a
+-- message that came after that sees this, too. sealed_to is before when anything was
+-- ever sealed.
 CREATE TABLE outbox.upkeep (
     only_row    boolean     PRIMARY KEY DEFAULT true CHECK (only_row),
     holder      text        COLLATE "C",
@@ -50,7 +57,9 @@ CREATE TABLE outbox.upkeep (
     ran_at      timestamptz,
     guard_lower timestamptz,
     guard_upper timestamptz,
-    guard_until timestamptz
+    guard_until timestamptz,
+    voids       bigint      NOT NULL DEFAULT 0,
+    sealed_to   timestamptz
 );
 INSERT INTO outbox.upkeep DEFAULT VALUES;
 
@@ -137,7 +146,7 @@ CREATE FUNCTION outbox.upkeep_attached(OUT name text, OUT relation oid, OUT lowe
     AS $body$
         SELECT c.relname::text, c.oid, b.lower, b.upper,
             CASE WHEN pg_get_expr(c.relpartbound, c.oid) = 'DEFAULT' AND n.nspname = :schema AND c.relkind = 'r' AND c.relname = 'messages_default' THEN 'default'
-                WHEN n.nspname = :schema AND c.relkind = 'r'
+                WHEN n.nspname = :schema AND c.relkind = 'r' AND isfinite(b.lower) AND isfinite(b.upper)
                     AND c.relname = 'messages_' || to_char(b.lower AT TIME ZONE 'UTC', 'YYYYMMDD"t"HH24MISS') THEN 'ours'
                 ELSE 'other' END
         FROM pg_class parent
@@ -168,12 +177,18 @@ BEGIN
     INSERT INTO outbox.partitions (name, lower, upper)
     SELECT a.name, a.lower, a.upper FROM outbox.upkeep_attached() a WHERE a.kind IN ('ours', 'default')
     ON CONFLICT (name) DO NOTHING;
+    IF FOUND THEN
+        UPDATE outbox.upkeep u SET voids = u.voids + 1 WHERE EXISTS (SELECT FROM outbox.partitions q WHERE q.state = 'open' AND q.lower < u.sealed_to);
+    END IF;
     -- A name that has another range now is another table.
     UPDATE outbox.partitions q
     SET lower = a.lower, upper = a.upper, state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL,
         delivered_at = NULL, archived_at = NULL, freed_at = NULL, held_by = NULL, held_since = NULL
     FROM outbox.upkeep_attached() a
     WHERE a.name = q.name AND a.kind = 'ours' AND (a.lower, a.upper) IS DISTINCT FROM (q.lower, q.upper);
+    IF FOUND THEN
+        UPDATE outbox.upkeep u SET voids = u.voids + 1;
+    END IF;
     FOR p IN
         SELECT q.name, q.state, to_regclass(format('%I.%I', :schema, q.name)) IS NOT NULL AS there FROM outbox.partitions q
         WHERE NOT EXISTS (SELECT FROM outbox.upkeep_attached() a WHERE a.name = q.name AND a.kind IN ('ours', 'default'))
@@ -184,7 +199,7 @@ BEGIN
             CONTINUE WHEN p.state = 'freed';
             problem := 'was dropped by somebody else, and with it the messages it held';
         ELSE
-            problem := 'was detached by somebody else: the messages in it are not read; attach it again, or drop it';
+            problem := 'was detached by somebody else: the messages in it are not read, and would not be if it were attached again, for readers go on; insert into messages again what is needed of it (topic, key, uuid, metadata, payload), and drop it';
         END IF;
         RETURN NEXT;
     END LOOP;
@@ -204,8 +219,8 @@ CREATE FUNCTION outbox.upkeep_ranges(OUT lower timestamptz, OUT upper timestampt
     SET search_path = pg_catalog, pg_temp
     AS $body$
 DECLARE
-    width numeric := outbox.upkeep_setting('partition_interval', 1, 31 * 24 * 3600);
-    ahead numeric := outbox.upkeep_setting('look_ahead', 0, 1000 * width);
+    width numeric := outbox.upkeep_setting('partition_interval'::text, 1::numeric, 2678400::numeric);
+    ahead numeric := outbox.upkeep_setting('look_ahead'::text, 0::numeric, 1000 * width);
     moment timestamptz := clock_timestamp();
     -- With some time to make it.
     place timestamptz := moment + make_interval(secs => (width + least(width, 5))::float8);
@@ -283,7 +298,7 @@ END $body$;
 CREATE FUNCTION outbox.upkeep_width() RETURNS double precision
     LANGUAGE sql STABLE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp
-    AS $body$ SELECT outbox.upkeep_setting('partition_interval', 1, 31 * 24 * 3600)::float8 $body$;
+    AS $body$ SELECT outbox.upkeep_setting('partition_interval'::text, 1::numeric, 2678400::numeric)::float8 $body$;
 
 -- Refuses a range that is too near.
 CREATE FUNCTION outbox.upkeep_require_future(lower timestamptz, upper timestamptz) RETURNS void
@@ -341,6 +356,8 @@ BEGIN
     ON CONFLICT ON CONSTRAINT partitions_pkey DO UPDATE
     SET lower = excluded.lower, upper = excluded.upper, state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL,
         delivered_at = NULL, archived_at = NULL, freed_at = NULL, held_by = NULL, held_since = NULL, error = NULL, error_at = NULL;
+    -- The range was sealed before, by a clock that was ahead.
+    UPDATE outbox.upkeep u SET voids = u.voids + 1 WHERE u.sealed_to > upkeep_make.lower;
     RETURN 'made';
 END $body$;
 
@@ -468,7 +485,7 @@ BEGIN
     IF p.upper + make_interval(secs => greatest(delay, 0)) > clock_timestamp() THEN
         RETURN 'early';
     END IF;
-    writers := outbox.upkeep_lockers('{RowExclusiveLock,ShareRowExclusiveLock,ExclusiveLock,AccessExclusiveLock}');
+    writers := outbox.upkeep_lockers('{RowExclusiveLock,ShareRowExclusiveLock,ExclusiveLock,AccessExclusiveLock}'::text[]);
     IF p.state = 'waiting' THEN
         writers := ARRAY(SELECT w FROM unnest(writers) AS w WHERE w = ANY (p.waits_for) ORDER BY w);
     END IF;
@@ -481,6 +498,7 @@ BEGIN
     SET state = 'sealed', seal = pg_current_snapshot(), seal_era = outbox.era(), sealed_at = clock_timestamp(), waits_for = '{}',
         delivered_at = NULL, archived_at = NULL, held_by = NULL, held_since = NULL
     WHERE q.name = upkeep_seal.name;
+    UPDATE outbox.upkeep u SET sealed_to = greatest(u.sealed_to, p.upper);
     RETURN 'sealed';
 END $body$;
 
@@ -516,57 +534,86 @@ BEGIN
     RETURN coalesce(found, '{}');
 END $body$;
 
--- Publishes again what a seal does not see, at most so many rows. If that was all,
--- the seal is void, and the partition open again. How many there were.
+-- Publishes again what a seal does not see, at most so many rows, how many there
+-- were, and voids the seal when nothing is left: the partition is open again.
 --
--- A reader whose position covers the seal may have passed over any of them, and one
--- that is left must not be under a seal that sees it. So nobody may insert between
--- the last look and the end of the seal, and who sees a later row sees that
--- the seal is void.
+-- Readers that remember the seal do not look into the partition. So the new rows are
+-- of a time behind all that was ever sealed, whatever the clock says, and the seal is
+-- not void before all is moved: the next one would see what is left, and nobody would
+-- find it. That takes a moment in which nobody is writing there. Without one the seal
+-- stays, and what is still being written is found by the next call.
 CREATE FUNCTION outbox.upkeep_strays(name text, most integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
     AS $body$
 DECLARE
     p record;
-    places tid[];
     moved integer;
-    more boolean := false;
+    more integer;
+    few CONSTANT integer := 100;
 BEGIN
     SELECT * INTO p FROM outbox.upkeep_partition(name);
     IF p.upper IS NULL OR p.state NOT IN ('sealed', 'freed') THEN
         RETURN 0;
     END IF;
+    most := least(greatest(most, 1), 1000);
     IF cardinality(outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, 1)) = 0 THEN
         RETURN 0;
     END IF;
-    EXECUTE format('LOCK TABLE ONLY %s IN SHARE ROW EXCLUSIVE MODE NOWAIT', p.quoted);
-    most := least(greatest(most, 1), 1000);
-    places := outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, most + 1);
-    IF cardinality(places) > most THEN
-        places := places[1 : most];
-        more := true;
-    END IF;
     IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' THEN
-        EXECUTE format('ALTER TABLE %s REPLICA IDENTITY FULL', p.quoted); -- see upkeep_make
+        BEGIN
+            EXECUTE format('ALTER TABLE %s REPLICA IDENTITY FULL', p.quoted); -- see upkeep_make
+        EXCEPTION WHEN lock_not_available THEN
+            NULL; -- it is needed only where somebody publishes all tables
+        END;
     END IF;
-    EXECUTE format($q$
-        WITH gone AS (
-            DELETE FROM ONLY %1$s m WHERE m.ctid = ANY ($1)
-            RETURNING m.era, m.id, m.topic, m.key, m.uuid, m.metadata, m.payload, m.target_group, m.attempt
-        ), put AS (
-            INSERT INTO %2$I.messages (topic, key, uuid, metadata, payload, target_group, attempt)
-            SELECT g.topic, g.key, g.uuid, g.metadata, g.payload, g.target_group, g.attempt FROM gone g ORDER BY g.era, g.id
-        )
-        SELECT count(*) FROM gone
-        $q$, p.quoted, :schema) INTO moved USING places;
-    IF more THEN
+    moved := outbox.upkeep_move(p.quoted, p.seal, p.seal_era, most);
+    IF moved = most THEN
+        RETURN moved;
+    END IF;
+    BEGIN
+        EXECUTE format('LOCK TABLE ONLY %s IN SHARE MODE NOWAIT', p.quoted);
+    EXCEPTION WHEN lock_not_available THEN
+        RETURN moved;
+    END;
+    -- What was committed since the first look; a few, for now writers wait.
+    more := outbox.upkeep_move(p.quoted, p.seal, p.seal_era, few);
+    moved := moved + more;
+    IF more = few THEN
         RETURN moved;
     END IF;
     UPDATE outbox.partitions q
     SET state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
         freed_at = NULL, held_by = NULL, held_since = NULL, voided = q.voided + 1
     WHERE q.name = upkeep_strays.name;
+    UPDATE outbox.upkeep u SET voids = u.voids + 1;
+    RETURN moved;
+END $body$;
+
+-- Publishes again at most so many rows that a seal does not see, and deletes them.
+CREATE FUNCTION outbox.upkeep_move(quoted text, seal pg_snapshot, seal_era bigint, most integer) RETURNS integer
+    LANGUAGE plpgsql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    AS $body$
+DECLARE
+    places tid[] := outbox.upkeep_unseen(quoted, seal, seal_era, most);
+    moved integer;
+BEGIN
+    IF cardinality(places) = 0 THEN
+        RETURN 0;
+    END IF;
+    EXECUTE format($q$
+        WITH gone AS (
+            DELETE FROM ONLY %1$s m WHERE m.ctid = ANY ($1)
+            RETURNING m.era, m.id, m.topic, m.key, m.uuid, m.metadata, m.payload, m.target_group, m.attempt
+        ), put AS (
+            INSERT INTO %2$I.messages (topic, key, uuid, metadata, payload, target_group, attempt, created_at)
+            SELECT g.topic, g.key, g.uuid, g.metadata, g.payload, g.target_group, g.attempt,
+                greatest(clock_timestamp(), (SELECT u.sealed_to FROM %2$I.upkeep u))
+            FROM gone g ORDER BY g.era, g.id
+        )
+        SELECT count(*) FROM gone
+        $q$, quoted, :schema) INTO moved USING places;
     RETURN moved;
 END $body$;
 
@@ -644,11 +691,12 @@ BEGIN
     END IF;
     who := outbox.upkeep_holder(name, unread);
     UPDATE outbox.partitions q
-    SET delivered_at = CASE WHEN who IS NULL THEN coalesce(q.delivered_at, clock_timestamp()) END,
+    SET delivered_at = CASE WHEN who IS NULL THEN least(q.delivered_at, clock_timestamp()) END,
         archived_at = CASE WHEN who IS NULL THEN q.archived_at END,
         held_by = who, held_since = CASE WHEN who IS NOT NULL THEN coalesce(q.held_since, clock_timestamp()) END
     WHERE q.name = upkeep_look.name
-        AND (q.held_by IS DISTINCT FROM who OR (q.delivered_at IS NULL) <> (who IS NOT NULL));
+        -- By a clock that was ahead it may have been delivered in what is now the future.
+        AND (q.held_by IS DISTINCT FROM who OR (q.delivered_at IS NULL) <> (who IS NOT NULL) OR q.delivered_at > clock_timestamp());
     RETURN who;
 END $body$;
 
@@ -753,10 +801,10 @@ BEGIN
     seen := 0;
     deleted := 0;
     most := least(greatest(most, 1), 1000);
-    SELECT * INTO p FROM outbox.upkeep_partition('messages_default');
+    SELECT * INTO p FROM outbox.upkeep_partition('messages_default'::text);
     IF p.state <> 'sealed' OR p.seal_era <> outbox.era() OR p.delivered_at IS NULL
         OR p.delivered_at + make_interval(secs => greatest(retention, 0)) > clock_timestamp()
-        OR outbox.upkeep_holder('messages_default', unread) IS NOT NULL
+        OR outbox.upkeep_holder('messages_default'::text, unread) IS NOT NULL
     THEN
         RETURN;
     END IF;

@@ -63,5 +63,5 @@ SELECT outbox.era(), (SELECT b.life::text FROM outbox.boot b), now.c::text,
            WHERE u.holder IS NULL AND NOT EXISTS (
                SELECT FROM outbox.cursors o
                WHERE o.consumer_group = u.consumer_group AND o.topic = u.topic AND o.base < u.base)),
-       coalesce(:spare, 0) > 0
+       :spare
 FROM now

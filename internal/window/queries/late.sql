@@ -1,4 +1,6 @@
--- A further page of a window's late rows, transaction by transaction.
+-- A further page of a window's late rows, transaction by transaction. The era is
+-- compared so that no index finds rows by it: of a young partition without
+-- statistics the planner expects few, and it would walk all up to the floor.
 --
 -- $1 topics, $2 group, $3 rows, $4 bytes, $5 after this id, $6 floor,
 -- $7 the transactions with late rows, all of which C sees and P does not,
@@ -16,7 +18,7 @@ FROM (
             FROM :messages m
             WHERE :chosen AND m.xid >= x.xid::xid8 AND m.xid <= x.xid::xid8
                 AND m.id > $5::bigint AND m.id <= $6::bigint
-                AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
+                AND m.era - 0 = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
                 AND ($9::integer = 1 OR outbox.shard(m.key, m.id, $9::integer) = $8::integer)
             ORDER BY m.xid, m.id LIMIT $3::bigint
         ) AS l

@@ -34,14 +34,15 @@ WITH now AS MATERIALIZED (
 ), late AS MATERIALIZED (
     -- Transaction by transaction: within one, the index has the rows by id. The
     -- range of one transaction, and the order that names it, leave the planner
-    -- no other index: where a partition is one bulk load it would walk that.
+    -- no other index: where a partition is one bulk load it would walk that. So
+    -- does the era, see late.sql.
     SELECT r.* FROM late_xid CROSS JOIN LATERAL (
         SELECT m.id, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.attempt, :topic AS topic,
            coalesce(octet_length(m.payload), 0) + 100
                + CASE WHEN pg_column_size(m.metadata) < 500 AND pg_column_compression(m.metadata) IS NULL THEN pg_column_size(m.metadata) ELSE octet_length(m.metadata::text) END AS size
         FROM :messages m
         WHERE :chosen AND m.xid >= late_xid.xid AND m.xid <= late_xid.xid AND m.id <= $4::bigint
-            AND m.era = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
+            AND m.era - 0 = outbox.era() AND (m.target_group IS NULL OR m.target_group = $2::text)
             AND ($8::integer = 1 OR outbox.shard(m.key, m.id, $8::integer) = $7::integer)
         ORDER BY m.xid, m.id LIMIT $5::bigint
     ) AS r
