@@ -59,10 +59,10 @@ func (w *soakWriters) run(ctx context.Context) error {
 	defer end()
 	w.start = time.Now()
 	for i := range uint64(soakConns) {
-		group.Go(func() error { return w.write(ctx, ending, rand.New(rand.NewPCG(1, i))) }) //nolint:gosec // a load, the same each time
+		group.Go(func() error { return w.write(ctx, ending, rand.New(rand.NewPCG(1, i))) })
 	}
 	for i := range uint64(soakLongs) {
-		group.Go(func() error { return w.writeLong(ctx, ending, rand.New(rand.NewPCG(2, i))) }) //nolint:gosec // the same
+		group.Go(func() error { return w.writeLong(ctx, ending, rand.New(rand.NewPCG(2, i))) })
 	}
 	return group.Wait()
 }
