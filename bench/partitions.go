@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 
 	outbox "github.com/millrace/watermill-outbox"
@@ -98,7 +97,7 @@ func newPartitionedLog(ctx context.Context, b *bench, partitions int) (l *partit
 		return nil, err
 	}
 	// The seals count in a life of the server that somebody has marked.
-	if err := errors.Join(d.settle(ctx), cursor.NewStore(schema.DefaultName, uuid.NewString()).MarkLife(ctx, d.pool)); err != nil {
+	if err := errors.Join(d.settle(ctx), cursor.NewStore(schema.DefaultName, watermill.NewUUID()).MarkLife(ctx, d.pool)); err != nil {
 		return nil, err
 	}
 	if l.steadyState, err = d.steadyState(ctx); err != nil {

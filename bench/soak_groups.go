@@ -47,7 +47,7 @@ type soakGroups struct {
 // newSoakGroups subscribes: one group that polls, one that has its messages from the
 // WAL if possible, one that reads all topics together, beside the latter, and a slow
 // one.
-func newSoakGroups(ctx context.Context, b *bench, d *database, upkeep outbox.MaintenanceConfig, topics []string, keys int) (g *soakGroups, err error) {
+func newSoakGroups(ctx context.Context, b *bench, d *database, upkeep outbox.MaintenanceConfig, keys int) (g *soakGroups, err error) {
 	g = &soakGroups{awake: make(chan struct{})}
 	defer func() {
 		if err != nil {
@@ -77,8 +77,8 @@ func newSoakGroups(ctx context.Context, b *bench, d *database, upkeep outbox.Mai
 		if err != nil {
 			return err
 		}
-		for _, topic := range topics {
-			messages, err := s.Subscribe(ctx, topic)
+		for i := range soakTopics {
+			messages, err := s.Subscribe(ctx, soakTopic(i))
 			if err != nil {
 				return err
 			}
@@ -125,7 +125,7 @@ func newSoakGroups(ctx context.Context, b *bench, d *database, upkeep outbox.Mai
 		return nil, err
 	}
 	start := time.Now()
-	return g, each(slow, outbox.SubscriberConfig{ConsumerGroup: "slow", Ordering: outbox.OrderingByKey, Shards: 2}, func() {
+	return g, each(slow, outbox.SubscriberConfig{ConsumerGroup: "slow", Ordering: outbox.OrderingByKey}, func() {
 		every, nap := b.duration(soakNapEvery), b.duration(soakNap)
 		if left := every - time.Since(start)%every; left < nap {
 			select {

@@ -29,7 +29,6 @@ const (
 type soakKey struct {
 	mu        sync.Mutex
 	number    uint32
-	topic     string
 	committed atomic.Uint32
 }
 

@@ -189,30 +189,28 @@ func (t *soakTransaction) run(ctx context.Context, conn *pgx.Conn, publish func(
 	return nil
 }
 
-// publish publishes so many messages, with keys at random.
+// publish publishes so many messages to one topic, with keys at random.
 func (t *soakTransaction) publish(ctx context.Context, tx pgx.Tx, size int) error {
+	if size == 0 {
+		return nil
+	}
 	ctx = outbox.ContextWithTx(ctx, tx)
-	topics := map[string][]*message.Message{}
-	for range size {
-		k := t.key()
-		msg := k.message(k.committed.Load()+t.numbers[k], t.rollback)
-		msg.SetContext(ctx)
+	topic := t.random.IntN(soakTopics)
+	messages := make([]*message.Message, size)
+	for i := range messages {
+		k := t.key(topic)
+		messages[i] = k.message(k.committed.Load()+t.numbers[k], t.rollback)
+		messages[i].SetContext(ctx)
 		t.numbers[k]++
-		topics[k.topic] = append(topics[k.topic], msg)
 	}
-	for topic, messages := range topics {
-		if err := t.writers.publisher.Publish(topic, messages...); err != nil {
-			return err
-		}
-	}
-	return nil
+	return t.writers.publisher.Publish(soakTopic(topic), messages...)
 }
 
-// key returns a key that nobody else publishes with now. There are many more of
-// them than transactions hold.
-func (t *soakTransaction) key() *soakKey {
+// key returns a key of a topic that nobody else publishes with now. There are many
+// more of them than transactions hold.
+func (t *soakTransaction) key(topic int) *soakKey {
 	for {
-		k := t.writers.keys[t.random.IntN(len(t.writers.keys))]
+		k := t.writers.keys[t.random.IntN(soakKeys/soakTopics)*soakTopics+topic]
 		if _, held := t.numbers[k]; held {
 			return k
 		}
