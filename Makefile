@@ -18,10 +18,10 @@ PACKAGES = $(addsuffix /...,$(MODULES))
 LINTER = bin/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-race prove bench fuzz build vet lint fmt tidy tidy-check check
+.PHONY: help quickstart test test-postgres test-race prove bench fuzz build vet lint fmt tidy tidy-check check
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart: ## Run an order service with an outbox, and check what it delivers
 	$(GO) run ./examples/quickstart
@@ -30,6 +30,13 @@ quickstart: ## Run an order service with an outbox, and check what it delivers
 test test-race: export OUTBOX_TEST_KILLS ?= 8
 test: ## Run the tests of all modules (GOTESTFLAGS)
 	$(GO) test -timeout 14m -parallel $(PARALLEL) -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)
+
+# The programs of version V are found on the machine, or downloaded.
+test-postgres: export OUTBOX_POSTGRES_VERSION = $(V)
+test-postgres: ## Run the tests of all modules on version V of PostgreSQL (V=18)
+	@test -n '$(V)' || { echo 'which version? make test-postgres V=18' >&2; exit 2; }
+	$(GO) run ./internal/pgtest/cmd/postgres -version
+	@$(MAKE) --no-print-directory test
 
 test-race: ## Run the tests with the race detector (GOTESTFLAGS)
 	$(GO) test -race -timeout 20m -parallel $(PARALLEL) -skip '^TestMutations$$' $(GOTESTFLAGS) $(PACKAGES)

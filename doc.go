@@ -67,6 +67,14 @@
 // A Subscriber never closes its channel because of a passing failure: it waits,
 // connects again and goes on, also across crashes and failovers of the server.
 //
+// # Storage
+//
+// Each process with a Consumer takes part in the upkeep of the tables, one at a
+// time: partitions of the log are made ahead of time, and emptied and dropped 3 h
+// ([DefaultRetention]) after every group had all that was in them. What a group
+// has not got stays, however long it takes, and [Consumer.Status] says who holds
+// what back. See [MaintenanceConfig], [Maintenance] and docs/storage.md.
+//
 // # Defaults
 //
 // The zero value of each configuration works. The write-ahead log is read when

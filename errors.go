@@ -96,10 +96,11 @@ var (
 	// them without any error. Grant BYPASSRLS or disable row security there.
 	ErrRowSecurity = errors.New("outbox: row-level security hides messages from this role")
 
-	// ErrUnknownGroup is returned by Reshard for a consumer group that has no
-	// position in the topic: it never subscribed to it; and by ReshardBatches for
-	// one that never subscribed to many topics. Check the names, and which of the
-	// two it is; a new group's number of shards is SubscriberConfig.Shards.
+	// ErrUnknownGroup is returned by Reshard, Seek and DropGroup for a consumer group
+	// that has no position in the topic: it never subscribed to it, or was removed;
+	// and by ReshardBatches for one that never subscribed to many topics. Check the
+	// names, and which of the two it is; where a new group begins, and its number of
+	// shards, is in SubscriberConfig.
 	ErrUnknownGroup = errors.New("outbox: the consumer group never subscribed to the topic")
 
 	// ErrNotInstalled is schema.ErrNotInstalled, for callers that import only
@@ -161,7 +162,12 @@ const (
 	statePrivilege      = "42501" // insufficient_privilege
 	stateAborted        = "25P02" // in_failed_sql_transaction
 	stateFeature        = "0A000" // feature_not_supported
-	stateProtocol       = "08P01" // protocol_violation, and all of PgBouncer's own errors
+
+	// What was prepared in another session is not there, or that of another client is.
+	stateNoStatement        = "26000" // invalid_sql_statement_name
+	stateDuplicateStatement = "42P05" // duplicate_prepared_statement
+
+	stateProtocol = "08P01" // protocol_violation, and all of PgBouncer's own errors
 )
 
 // explain adds to a server's error what to do about it.
@@ -173,11 +179,24 @@ func explain(err error, schemaName string) error {
 		return fmt.Errorf("schema %q: %w: %w", schemaName, schema.ErrNotInstalled, err)
 	case statePrivilege:
 		return fmt.Errorf("schema %q: the role lacks a privilege, see schema.Grants: %w", schemaName, err)
+	case stateNoStatement, stateDuplicateStatement:
+		return explainPrepared(err)
 	case stateAborted:
 		return fmt.Errorf("an earlier statement of the transaction failed, it can only be rolled back: %w", err)
 	}
 	if isTxFinished(err) {
 		return fmt.Errorf("%w: %w", ErrTxFinished, err)
+	}
+	return err
+}
+
+// explainPrepared is explain for what comes of a pooler that nobody has told the
+// Publisher about.
+func explainPrepared(err error) error {
+	switch sqlState(err) {
+	case stateNoStatement, stateDuplicateStatement:
+		return fmt.Errorf("%w (if this goes through a transaction pooler, such as PgBouncer, set PublisherConfig.TransactionPooler; "+
+			"a driver for database/sql must prepare nothing, see there)", err)
 	}
 	return err
 }

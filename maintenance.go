@@ -157,7 +157,8 @@ type Maintenance struct {
 }
 
 // NewMaintenance connects to the database that the pool configuration names, with
-// at most two connections of its own. The role needs what schema.Grants gives for
+// at most two connections of its own, which must lead to the server itself and not
+// to a transaction pooler. The role needs what schema.Grants gives for
 // upkeep. Disabled is of no concern here. The schema is schema.DefaultName if it is
 // "". A nil logger logs nothing. Close it at the end.
 func NewMaintenance(db *pgxpool.Config, schemaName string, config MaintenanceConfig, logger watermill.LoggerAdapter) (*Maintenance, error) {

@@ -58,6 +58,19 @@ type PublisherConfig struct {
 	// DefaultKeyMetadata; see KeyFromMetadata for another metadata key.
 	OrderingKey func(topic string, msg *message.Message) string
 
+	// TransactionPooler says that handles lead to a pooler that lends its
+	// connections to the server for one transaction each, such as PgBouncer with
+	// pool_mode=transaction, where what one statement has prepared is not there
+	// for the next. The Publisher then prepares nothing, whatever the query mode
+	// of pgx, and through an *sql.DB of another driver writes in a transaction of
+	// its own. An *sql.Tx, and lib/pq's *sql.Conn, it takes as they are: with
+	// pgx's stdlib set default_query_exec_mode=exec in the address, with lib/pq
+	// and an *sql.Conn binary_parameters=yes. It costs the server some planning
+	// for each call. Not needed where the handle prepares nothing anyway, or the
+	// pooler keeps track of prepared statements (PgBouncer 1.21 and newer, with
+	// max_prepared_statements). Defaults to false.
+	TransactionPooler bool
+
 	// MaxPayloadBytes refuses longer payloads, at most LimitPayloadBytes. Each
 	// reader holds a payload in memory as a whole. Defaults to
 	// DefaultMaxPayloadBytes.
@@ -176,12 +189,16 @@ func NewPublisher(db any, config PublisherConfig, logger watermill.LoggerAdapter
 	}
 	p.base = base
 	if isPool(db) {
-		if row, ok := base.row(); ok {
-			ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
-			defer cancel()
-			if err := checkPublisher(ctx, row, config.Schema); err != nil {
-				return nil, fmt.Errorf("outbox: new publisher: %w", err)
+		ctx, cancel := context.WithTimeout(context.Background(), constructTimeout)
+		defer cancel()
+		err := p.on(ctx, base, func(db executor) error {
+			if row, ok := db.row(); ok {
+				return checkPublisher(ctx, row, config.Schema)
 			}
+			return nil
+		})
+		if err != nil {
+			return nil, fmt.Errorf("outbox: new publisher: %w", explainPrepared(err))
 		}
 	}
 	return p, nil
@@ -285,7 +302,8 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	if err := context.Cause(ctx); err != nil {
 		return fmt.Errorf("outbox: publish to topic %q: the message's context is already done (Watermill's Timeout middleware leaves such a context on the message; set another one before publishing it again): %w", topic, err)
 	}
-	if err := p.text.insert(ctx, db, records); err != nil {
+	err = p.on(ctx, db, func(db executor) error { return p.text.insert(ctx, db, records) })
+	if err != nil {
 		return fmt.Errorf("outbox: publish %d messages to topic %q: %w", len(messages), topic, explain(err, p.config.Schema))
 	}
 	if _, silent := p.logger.(watermill.NopLogger); silent {

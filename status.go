@@ -63,8 +63,9 @@ type SubscriptionStatus struct {
 	// Reason says why it left the WAL the last time, "" if it never was there
 	// or is there again.
 	Reason string
-	// Err is why the last attempt to read failed, nil after one that did not; it
-	// matches ErrOtherTopics while the group's cursor is over other topics.
+	// Err is why the last attempt to read failed, nil after one that did not. It is
+	// ErrGroupRemoved when there is nothing to read from any more, and matches
+	// ErrOtherTopics while the group's cursor is over other topics.
 	Err error
 	// Retrying are the messages that failed and wait in place for their next
 	// delivery, those that have failed for longest first, at most MaxRetrying of
@@ -216,6 +217,16 @@ func (s *subscriptionStatus) refused(err error) {
 	s.idle.Err = err
 }
 
+// removed notes that the group's position is gone, and reports whether that is
+// news.
+func (s *subscriptionStatus) removed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	news := !errors.Is(s.idle.Err, ErrGroupRemoved)
+	s.idle.Err = ErrGroupRemoved
+	return news
+}
+
 // hold notes that a shard was taken.
 func (s *subscriptionStatus) hold(held *lease.Lease) *shardStatus {
 	s.mu.Lock()
@@ -228,6 +239,7 @@ func (s *subscriptionStatus) hold(held *lease.Lease) *shardStatus {
 		shard.now.Since, shard.now.Reason = s.idle.Since, s.idle.Reason
 	}
 	s.shards = append(s.shards, shard)
+	s.idle.Err = nil
 	return shard
 }
 

@@ -108,7 +108,7 @@ var errRecalled = errors.New("the shard goes to another subscription")
 // recreate makes the cursors again if a life of the server ended that had it and
 // the next one has not: their creation is among what was lost in a failover to a
 // standby that lagged. In the same life it was removed by somebody, and stays
-// so. A group that started at the latest begins at the earliest then: where it
+// so, which is told once. A group that started at the latest begins at the earliest then: where it
 // was is unknown, and to begin later could lose messages.
 //
 // It goes on until the database has answered: the lease may have been lost with
@@ -129,7 +129,14 @@ func (s *subscription) recreateOnce(stop context.Context, held *lease.Lease) err
 	ctx, cancel := context.WithTimeout(stop, s.consumer.config.QueryTimeout)
 	defer cancel()
 	now, err := s.consumer.queries.Now(ctx, s.consumer.db)
-	if err != nil || now.Life == held.Life {
+	if err != nil {
+		return err
+	}
+	if now.Life == held.Life {
+		known, err := s.consumer.store.Known(ctx, s.consumer.db, s.key)
+		if err == nil && !known && s.status.removed() {
+			s.logger.Error("Nothing is delivered any more", ErrGroupRemoved, nil)
+		}
 		return err
 	}
 	_, err = s.consumer.store.Ensure(ctx, s.consumer.db, s.key, s.topics.Like(), held.Shards, false)

@@ -73,6 +73,11 @@ type database struct {
 
 // database makes one, which the end of the scenario drops.
 func (b *bench) database(ctx context.Context) (*database, error) {
+	return b.databaseWith(ctx, schema.Config{})
+}
+
+// databaseWith makes one whose outbox has this configuration.
+func (b *bench) databaseWith(ctx context.Context, c schema.Config) (*database, error) {
 	server, err := b.server(ctx)
 	if err != nil {
 		return nil, err
@@ -90,7 +95,7 @@ func (b *bench) database(ctx context.Context) (*database, error) {
 	if d.pool, err = pgxpool.NewWithConfig(ctx, config); err != nil {
 		return nil, err
 	}
-	return d, schema.Migrate(ctx, d.pool, schema.Config{})
+	return d, schema.Migrate(ctx, d.pool, c)
 }
 
 // config is that of a pool.
@@ -114,6 +119,16 @@ func (d *database) admin(ctx context.Context, sql string) error {
 	}
 	_, err = conn.Exec(ctx, sql)
 	return errors.Join(err, conn.Close(ctx))
+}
+
+// configure changes settings of the server (ALTER SYSTEM), which must be its own.
+func (d *database) configure(ctx context.Context, changes ...string) error {
+	for _, change := range changes {
+		if err := d.admin(ctx, "ALTER SYSTEM "+change); err != nil {
+			return err
+		}
+	}
+	return d.admin(ctx, "SELECT pg_reload_conf()")
 }
 
 // load writes n messages into a topic, on the server itself.

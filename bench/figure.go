@@ -60,6 +60,7 @@ type requirement struct {
 
 func minRatio(bound float64) *requirement { return &requirement{"ratio", ">=", bound, nil} }
 func maxRatio(bound float64) *requirement { return &requirement{"ratio", "<=", bound, nil} }
+func minValue(bound float64) *requirement { return &requirement{"value", ">=", bound, nil} }
 func maxValue(bound float64) *requirement { return &requirement{"value", "<=", bound, nil} }
 
 // or returns a requirement that is met when one of the two is.

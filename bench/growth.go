@@ -63,20 +63,28 @@ type steadyState struct {
 	position window.Position
 }
 
-func newSteadyState(ctx context.Context, b *bench, rows int) (_ *steadyState, err error) {
-	s := &steadyState{}
-	if s.database, err = b.database(ctx); err != nil {
+func newSteadyState(ctx context.Context, b *bench, rows int) (*steadyState, error) {
+	d, err := b.database(ctx)
+	if err != nil {
 		return nil, err
 	}
-	if err := errors.Join(s.database.load(ctx, "orders", rows, payload200), s.database.settle(ctx)); err != nil {
+	if err := errors.Join(d.load(ctx, "orders", rows, payload200), d.settle(ctx)); err != nil {
 		return nil, err
 	}
-	if s.reading, err = s.database.consumerPool(ctx); err != nil {
+	return d.steadyState(ctx)
+}
+
+// steadyState takes what is there for delivered.
+func (d *database) steadyState(ctx context.Context) (*steadyState, error) {
+	s := &steadyState{database: d}
+	var err error
+	if s.reading, err = d.consumerPool(ctx); err != nil {
 		return nil, err
 	}
 	queries := window.NewQueries(schema.DefaultName)
 	now, err := queries.Now(ctx, s.reading)
 	if err != nil {
+		s.close()
 		return nil, err
 	}
 	s.position = window.Latest(now.Life.Era, now.Snapshot, now.Top)

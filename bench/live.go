@@ -66,16 +66,8 @@ func liveScenario(ctx context.Context, b *bench) error {
 
 // liveHeldBack is the load that is written first.
 func liveHeldBack(ctx context.Context, b *bench, d *database) (err error) {
-	configure := func(ctx context.Context, changes ...string) error {
-		for _, change := range changes {
-			if err := d.admin(ctx, "ALTER SYSTEM "+change); err != nil {
-				return err
-			}
-		}
-		return d.admin(ctx, "SELECT pg_reload_conf()")
-	}
-	defer func() { err = errors.Join(err, configure(context.WithoutCancel(ctx), "RESET ALL")) }()
-	if err := configure(ctx, "SET wal_writer_delay = '10s'", "SET wal_writer_flush_after = '1GB'"); err != nil {
+	defer func() { err = errors.Join(err, d.configure(context.WithoutCancel(ctx), "RESET ALL")) }()
+	if err := d.configure(ctx, "SET wal_writer_delay = '10s'", "SET wal_writer_flush_after = '1GB'"); err != nil {
 		return err
 	}
 	config, err := d.config()

@@ -45,12 +45,14 @@ var scenarios = []scenario{
 	{"drain", "messages drained per second from a backlog, with an Ack each", false, drainScenario},
 	{"memory", "peak memory while draining many small and some large messages", false, memoryScenario},
 	{"growth", "time of a page when 100,000 and when 5,000,000 delivered rows are stored", false, growthScenario},
+	{"partitions", "time of a page and of an idle look with 10 and with 500 partitions stored", false, partitionsScenario},
 	{"latency", "time from the publishing commit to the handler at 500 messages a second", true, latencyScenario},
 	{"live", "messages received per second while they are published, against a bare reader of the WAL", false, liveScenario},
 	{"bykey", "messages handled per second by slow handlers, keys in parallel", false, byKeyScenario},
 	{"unordered", "the same without an order", false, unorderedScenario},
 	{"poison", "what other keys still do while one message is always nacked", false, poisonScenario},
 	{"forward", "messages forwarded per second to JetStream, against Watermill's own Forwarder and against publishing directly", false, forwardScenario},
+	{"soak", "half an hour at 2,000 messages a second with partitions of a minute: what is lost, grows, or makes writers wait", true, soakScenario},
 	{"idle", "statements and CPU of an idle process with 1 and with 50 topics", false, idleScenario},
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"os"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -129,12 +130,37 @@ func TestContendersTakeTurns(t *testing.T) {
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 }
 
-// The figures mean nothing at this size; that each scenario works does.
+// The figures mean nothing at this size; that each scenario works does, and that the
+// soak loses nothing.
 func TestEveryScenarioRuns(t *testing.T) {
 	var out bytes.Buffer
-	code := run(t.Context(), scenarios, []string{"-rounds", "1", "-scale", "0.005", "all"}, &out, os.Stderr)
+	code := run(t.Context(), scenarios, []string{"-json", "-rounds", "1", "-scale", "0.005", "all"}, &out, os.Stderr)
 	require.Equal(t, 0, code)
-	for _, s := range scenarios {
-		require.Contains(t, out.String(), s.name)
+	seen := map[string]bool{}
+	checked := 0
+	for decoder := json.NewDecoder(&out); ; {
+		var f struct {
+			Scenario, Metric, Unit string
+			Value                  float64
+		}
+		err := decoder.Decode(&f)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		require.NoError(t, err)
+		seen[f.Scenario] = true
+		if f.Scenario != "soak" {
+			continue
+		}
+		for _, fault := range []string{": lost", ": out of order", "rolled back"} {
+			if strings.HasSuffix(f.Metric, fault) && f.Unit == "messages" {
+				require.Zero(t, f.Value, f.Metric)
+				checked++
+			}
+		}
 	}
+	for _, s := range scenarios {
+		require.True(t, seen[s.name], s.name)
+	}
+	require.Equal(t, 4*2+1, checked, "what four groups have lost, and what is out of order, and what was rolled back")
 }

@@ -173,6 +173,9 @@ func (f *subscriberFeed) hand(ctx context.Context, h *handed, out chan<- []*mess
 	if h.before != nil {
 		<-h.before.done // whatever becomes of this one: the next waits for it alone
 	}
+	if ctx.Err() != nil {
+		return false // as the one before may have been, or this one would overtake it
+	}
 	select {
 	case out <- []*message.Message{h.Message}:
 	case <-h.ctx.Done():

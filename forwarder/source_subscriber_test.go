@@ -220,6 +220,37 @@ func TestASubscriberIsClosedLast(t *testing.T) {
 	})
 }
 
+// When the end has come nothing more of a line is handed out: whoever happened to wait
+// for messages got the second one, and published it, though the first was not.
+func TestNothingOvertakesAtTheEnd(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var keys []string
+		for i := range 50 {
+			keys = append(keys, fmt.Sprint("k", i, "-"), fmt.Sprint("k", i, "-"), fmt.Sprint("k", i, "-"))
+		}
+		subscriber := &fakeSubscriber{messages: messagesOf(keys...), more: true}
+		f, err := FromSubscriber(subscriber, "t").open(settings{destination: Destination{MaxInFlight: 1000}}, nil)
+		require.NoError(t, err)
+		ctx, cancel := context.WithCancel(t.Context())
+		out, err := f.subscribe(ctx)
+		require.NoError(t, err)
+		synctest.Wait()
+		cancel()
+		closed := make(chan error, 1)
+		go func() { closed <- f.close() }()
+		var late []string
+		for batch := range out {
+			late = append(late, batch[0].UUID)
+			f.leave(&consumed{Message: batch[0]})
+		}
+		require.Empty(t, late)
+		require.NoError(t, <-closed)
+		for _, msg := range subscriber.messages {
+			require.True(t, isNacked(msg))
+		}
+	})
+}
+
 // A message whose context ends is left, and the next of its line goes.
 func TestASubscriberTakesAMessageBack(t *testing.T) {
 	bubble(t, func(t *testing.T) {

@@ -7,7 +7,7 @@ WITH namespace AS (
     SELECT c.* FROM pg_catalog.pg_class c JOIN namespace n ON n.oid = c.relnamespace
 ), wanted_table (name, persistence) AS (
     VALUES ('messages', 'p'), ('messages_default', 'p'), ('cursors', 'p'), ('processes', 'p'), ('deferred', 'p'),
-           ('dead_letters', 'p'), ('dead_letter_log', 'p'), ('members', 'p'), ('inbox', 'p'), ('meta', 'p'), ('boot', 'u'),
+           ('dead_letters', 'p'), ('dead_letter_log', 'p'), ('group_log', 'p'), ('members', 'p'), ('inbox', 'p'), ('meta', 'p'), ('boot', 'u'),
            ('partitions', 'p'), ('upkeep', 'p')
 ), wanted_index (name, on_table, columns, severity) AS (
     VALUES ('messages_topic_era_id', 'messages', '(topic, era, id)', 'error'),

@@ -70,7 +70,7 @@ GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
 GRANT SELECT ON outbox.messages_id_seq TO :role;
 GRANT INSERT, UPDATE, DELETE ON outbox.cursors, outbox.processes, outbox.members, outbox.boot, outbox.inbox TO :role;
 GRANT INSERT, UPDATE, DELETE ON outbox.deferred, outbox.dead_letters TO :role;
-GRANT INSERT ON outbox.dead_letter_log TO :role;
+GRANT INSERT ON outbox.dead_letter_log, outbox.group_log TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era(), outbox.shard(text, bigint, integer) TO :role;
 -- Upkeep: the functions do with the owner's rights what only the owner may, and
@@ -93,12 +93,9 @@ GRANT EXECUTE ON FUNCTION
 -- GRANT pg_read_all_stats TO :role_commented;
 
 -- part: upkeep
+-- Reading, for archives and for what is to be told. All else is done by functions.
 GRANT USAGE ON SCHEMA outbox TO :role;
 GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
-GRANT SELECT ON outbox.messages_id_seq TO :role;
-GRANT INSERT, UPDATE, DELETE ON outbox.meta, outbox.deferred, outbox.inbox, outbox.processes TO :role;
-GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
-GRANT EXECUTE ON FUNCTION outbox.era() TO :role;
 -- Upkeep: the functions do with the owner's rights what only the owner may, and
 -- each looks whether its step loses anything.
 GRANT EXECUTE ON FUNCTION

@@ -37,6 +37,7 @@ func TestForwardDeadDestination(t *testing.T) {
 
 	const inFlight, keys = 4, 8
 	r := newRelay(t, forwardTopic)
+	r.outage()
 	consumer := r.consumer(nil)
 	sent := brokerMessages(2*keys*len(r.ends), keys)
 	rounds := slices.Collect(slices.Chunk(sent, keys))
@@ -90,6 +91,7 @@ func TestForwardTriesAreOneAtATime(t *testing.T) {
 
 	const lines = 8
 	r := newRelay(t, forwardTopic)
+	r.outage()
 	sent := brokerMessages(10*lines, lines)
 	var mu sync.Mutex
 	atOnce, most, tries, opened := map[*end]int{}, map[*end]int{}, map[*end]int{}, map[*end]bool{}
@@ -161,6 +163,7 @@ func TestForwardBlockedPublisherHoldsNoTransaction(t *testing.T) {
 
 	const connections = 3
 	r := newRelay(t, forwardTopic)
+	r.outage()
 	sent := brokerMessages(64, 8)
 	consumer := r.consumer(func(c *outbox.ConsumerConfig) { c.MaxConns = connections })
 	for _, e := range r.ends {

@@ -221,6 +221,16 @@ func newRelayOf(t *testing.T, f *fixture, topics ...string) *relay {
 	return r
 }
 
+// outage says that what fails is the brokers' fault, where a test makes them fail: of some
+// errors nobody knows it, and there are those who fail in parts. When three calls have
+// failed sarama refuses a partition for ten seconds ("circuit breaker is open"), while
+// others take messages, which proves that the broker is up.
+func (r *relay) outage() {
+	for _, e := range r.ends {
+		e.destination.Classify = faulty
+	}
+}
+
 // destinations returns those of all ends.
 func (r *relay) destinations() []forwarder.Destination {
 	var list []forwarder.Destination

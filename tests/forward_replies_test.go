@@ -57,6 +57,7 @@ func TestForwardLostReplies(t *testing.T) {
 			t.Parallel()
 
 			r := newRelay(t, forwardTopic)
+			r.outage()
 			sent := brokerMessages(60, 6)
 			lost := map[*end]*lostReplies{}
 			unanswered := []*message.Message{sent[10], sent[59]}

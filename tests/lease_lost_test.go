@@ -102,10 +102,11 @@ func TestPausedProcessHandsOutNothingWhenItWakes(t *testing.T) {
 	}, waitFor, 5*time.Millisecond)
 	var holder string
 	require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("SELECT holder FROM outbox.cursors")).Scan(&holder))
+	epoch := f.number("SELECT epoch FROM outbox.cursors")
 	c.suspend()
 
 	_, messages := f.subscribe(f.consumer(shortLease), outbox.SubscriberConfig{}, "topic")
-	require.Eventually(t, func() bool { return f.number("SELECT epoch::int FROM outbox.cursors") == 2 }, waitFor, 5*time.Millisecond)
+	require.Eventually(t, func() bool { return f.number("SELECT epoch FROM outbox.cursors") == epoch+1 }, waitFor, 5*time.Millisecond)
 	beat := f.number("SELECT beat::int FROM outbox.processes WHERE holder = $1", holder)
 	c.resume()
 	published := 0

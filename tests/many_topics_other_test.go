@@ -21,7 +21,7 @@ func (f *fixture) cursorOf(t *testing.T, pattern string, others ...string) {
 	tx, err := f.pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.Background()) }() // after a commit it does nothing
-	for _, statement := range append(others, "DELETE FROM outbox.cursors") {
+	for _, statement := range append(others, "DELETE FROM outbox.cursors", "ALTER TABLE outbox.cursors ALTER COLUMN epoch SET DEFAULT 0") {
 		_, err = tx.Exec(t.Context(), f.sql(statement))
 		require.NoError(t, err)
 	}

@@ -19,9 +19,9 @@ import (
 	outbox "github.com/millrace/watermill-outbox"
 )
 
-// bouncerURL names a PgBouncer to use instead of the pooler below, in
-// transaction mode, and in front of the tests' server with all its databases.
-const bouncerURL = "OUTBOX_PGBOUNCER_URL"
+// poolerKind is the environment variable that has the tests use a PgBouncer of
+// their own instead of the pooler below, if it is "pgbouncer".
+const poolerKind = "OUTBOX_TEST_POOLER"
 
 // poolerName is the application_name of the pooler's connections to the server.
 const poolerName = "pooler"
@@ -401,20 +401,19 @@ func newPooled(t testing.TB) *pooled {
 // pooledAt puts a pooler before a fixture.
 func pooledAt(t testing.TB, f *fixture, conns int, discard bool) *pooled {
 	t.Helper()
-	server, err := url.Parse(f.url)
-	require.NoError(t, err)
 	p := &pooled{fixture: f}
-	through := *server
-	if text := os.Getenv(bouncerURL); text != "" {
-		bouncer, err := url.Parse(text)
+	switch kind := os.Getenv(poolerKind); kind {
+	case "":
+		through, err := url.Parse(f.url)
 		require.NoError(t, err)
-		through = *bouncer
-		through.Path = server.Path
-	} else {
 		p.pooler = newPooler(t, f.url, conns, discard)
 		through.Host = p.pooler.listener.Addr().String()
+		p.through = through.String()
+	case "pgbouncer":
+		p.through = newBouncer(t, f, conns).url("")
+	default:
+		require.FailNow(t, poolerKind+" is neither empty nor pgbouncer", kind)
 	}
-	p.through = through.String()
 	return p
 }
 

@@ -172,18 +172,23 @@ func nextChange[E replication.Event](t testing.TB, reader *replication.Reader) E
 	}
 }
 
-// transaction returns the events of the next transaction, Begin and Commit
-// included, without descriptions of relations and types.
+// transaction returns the events of the next transaction in which there is
+// something for the reader, Begin and Commit included, without descriptions of
+// relations and types. Before version 15 the server sends empty ones as well.
 func transaction(t testing.TB, reader *replication.Reader) []replication.Event {
 	t.Helper()
-	events := []replication.Event{nextAs[*replication.Begin](t, reader)}
 	for {
-		switch event := next(t, reader).(type) {
-		case *replication.Relation, *replication.Type:
-		case *replication.Commit:
-			return append(events, event)
-		default:
-			events = append(events, event)
+		events := []replication.Event{nextAs[*replication.Begin](t, reader)}
+		for commit := false; !commit; {
+			switch event := next(t, reader).(type) {
+			case *replication.Relation, *replication.Type:
+			default:
+				events = append(events, event)
+				_, commit = event.(*replication.Commit)
+			}
+		}
+		if len(events) > 2 {
+			return events
 		}
 	}
 }

@@ -46,6 +46,7 @@ func TestSomebodyPublishesAllTables(t *testing.T) {
 			VALUES ('g', 't', 'u', 1, 1, now(), 1, 'e');
 		INSERT INTO outbox.dead_letter_log (action, dead_letter_id, consumer_group, topic, uuid, origin_era, origin_id, attempts)
 			VALUES ('died', 1, 'g', 't', 'u', 1, 1, 1);
+		INSERT INTO outbox.group_log (action, consumer_group, topic) VALUES ('moved', 'g', 't');
 		INSERT INTO outbox.members (holder, consumer_group, topic) VALUES ('h', 'g', 't');
 		INSERT INTO outbox.inbox (consumer_group, uuid) VALUES ('g', 'u');
 		INSERT INTO outbox.processes (holder) VALUES ('h')`)
@@ -53,7 +54,8 @@ func TestSomebodyPublishesAllTables(t *testing.T) {
 	require.Subset(t, tables, []string{"messages_default", "cursors", "processes", "deferred", "dead_letters", "inbox", "meta", "boot"})
 	changed := map[string]string{
 		"messages_default": "attempt = attempt", "cursors": "floor = floor", "processes": "beat = beat", "deferred": "attempt = attempt",
-		"dead_letters": "attempts = attempts", "dead_letter_log": "reason = reason", "members": "subscriptions = subscriptions", "inbox": "handled_at = now()", "meta": "value = value", "boot": "life = life",
+		"dead_letters": "attempts = attempts", "dead_letter_log": "reason = reason", "group_log": "reason = reason", "members": "subscriptions = subscriptions", "inbox": "handled_at = now()", "meta": "value = value", "boot": "life = life",
+		"partitions": "voided = voided", "upkeep": "until = until",
 	}
 	for _, table := range tables {
 		set, known := changed[table]

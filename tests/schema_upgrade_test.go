@@ -68,7 +68,7 @@ func TestUpgradeFromVersion1(t *testing.T) {
 				"error column cursors.ahead", "error column cursors.base", "error column cursors.patterns", "error column cursors.reach", "error column cursors.reshard",
 				"error column cursors.shards", "error column cursors.until", "error column cursors.until_era", "error column cursors.until_top",
 				"error column deferred.error", "error column deferred.failures", "error column deferred.origin_era", "error column deferred.origin_id",
-				"error index dead_letters_origin", "error table dead_letter_log", "error table members",
+				"error index dead_letters_origin", "error table dead_letter_log", "error table group_log", "error table members", "error table partitions", "error table upkeep",
 				"warning index messages_id", "warning index messages_xid", "warning table messages_default", "live publication " + quoteIdentifier(oddSchema),
 			}, kinds(f.check(f.pool)))
 			_, err := outbox.NewPublisher(f.pool, outbox.PublisherConfig{Schema: oddSchema}, nil)

@@ -67,3 +67,45 @@ func TestShardsAreChangedAcrossClusters(t *testing.T) {
 		}
 	}
 }
+
+// The number of shards is changed by a group that has been through a move to
+// another cluster, and the tables are moved once more. That everything of the first
+// cluster has been handed out was written into the new positions as a snapshot that
+// the server could not read (its xmin had no number in its lower half), so nothing
+// was delivered any more.
+func TestShardsAreChangedBetweenTwoMoves(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	publisher := f.publisher(outbox.PublisherConfig{})
+	sent := newMessages(9)
+	deliver := func(batch ...int) {
+		subscriber, messages := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{}, "topic")
+		var want []string
+		for _, i := range batch {
+			want = append(want, sent[i].UUID)
+		}
+		require.ElementsMatch(t, want, uuids(receive(t, messages, len(want))))
+		require.NoError(t, subscriber.Close())
+	}
+	move := func() {
+		f.moveToAnotherCluster(-1)
+		f.exec(`UPDATE outbox.cursors c SET past = (SELECT jsonb_object_agg(e.key::bigint - 1, e.value) FROM jsonb_each(c.past) e) WHERE past <> '{}'`)
+	}
+	require.NoError(t, publisher.Publish("topic", sent[:3]...))
+	deliver(0, 1, 2)
+	move()
+	require.NoError(t, publisher.Publish("topic", sent[3:5]...))
+	deliver(3, 4)
+	store := cursor.NewStore(oddSchema, "test")
+	topic := cursor.Topic{Group: outbox.DefaultConsumerGroup, Topic: "topic"}
+	require.NoError(t, store.Reshard(t.Context(), f.pool, topic, 2))
+	made, err := store.Switch(t.Context(), f.pool, topic, nil)
+	require.NoError(t, err)
+	require.True(t, made)
+	require.NoError(t, publisher.Publish("topic", sent[5:7]...))
+	deliver(5, 6)
+	move()
+	require.NoError(t, publisher.Publish("topic", sent[7:]...))
+	deliver(7, 8)
+}

@@ -268,6 +268,38 @@ func TestPartitionMessageBehindTheSeal(t *testing.T) {
 	}
 }
 
+// A reader may have passed over each message that came behind a seal. If the seal
+// ended before all of them were published again, the next one would see them, and
+// so do positions, and those would be lost.
+func TestPartitionSealEndsWithTheLastMessageBehindIt(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	m := f.maintenance(func(c *outbox.MaintenanceConfig) { c.Retention = time.Hour })
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1")
+	f.requireState(m, name, outbox.PartitionSealed)
+
+	// One that has not committed keeps the seal, and is not waited for.
+	f.insertAt(f.pool, "orders", inside, "late 1")
+	tx := f.begin()
+	f.insertAt(tx, "orders", inside, "late 2")
+	p := f.requireState(m, name, outbox.PartitionSealed)
+	require.Zero(t, p.Voided)
+	require.Contains(t, m.Status().Postponed, "partition "+name)
+	require.NoError(t, tx.Commit(t.Context()))
+
+	// More than fit in one transaction: in all of them but the last the seal stands.
+	f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) SELECT 'orders', 'late ' || g, $1 FROM generate_series(3, 2500) g", inside)
+	require.Equal(t, 1000, f.number("SELECT outbox.upkeep_strays($1, 1000)", name))
+	require.Equal(t, "sealed", f.text("SELECT state FROM outbox.partitions WHERE name = $1", name))
+	require.Contains(t, problems(f.pass(m)), "500 messages came after")
+	require.Equal(t, 1, f.rowsOf(name))
+	require.Equal(t, 2500, f.number("SELECT count(*) FROM outbox.messages WHERE uuid LIKE 'late %' AND created_at > $1", inside))
+	require.Equal(t, 1, partitionOf(m.Status(), name).Voided)
+	require.Equal(t, outbox.PartitionOpen, partitionOf(m.Status(), name).State)
+}
+
 // texts returns the texts that a query returns.
 func (f *fixture) texts(query string, args ...any) []string {
 	f.t.Helper()

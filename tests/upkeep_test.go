@@ -140,6 +140,45 @@ func TestConsumerDoesTheUpkeep(t *testing.T) {
 	require.Equal(t, 0, f.number("SELECT count(*) FROM outbox.upkeep WHERE holder IS NOT NULL"))
 }
 
+// And so it does through a transaction pooler.
+func TestPoolerCarriesTheUpkeep(t *testing.T) {
+	t.Parallel()
+
+	p := newPooled(t)
+	f := newUpkeep(p.fixture)
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1")
+	archived := make(chan string, 100)
+	consumer := p.consumer(func(c *outbox.ConsumerConfig) {
+		c.Maintenance = outbox.MaintenanceConfig{
+			Interval: outbox.MinMaintenanceInterval, Retention: time.Second, SealDelay: time.Nanosecond,
+			Archive: func(_ context.Context, p outbox.PartitionStatus, in io.Reader) error {
+				content, err := io.ReadAll(in)
+				if p.Name == name {
+					archived <- string(content)
+				}
+				return err
+			},
+		}
+	})
+	_, messages := p.subscribe(consumer, outbox.SubscriberConfig{ConsumerGroup: "a"}, "orders")
+	receive(t, messages, 1)
+	require.Eventually(t, func() bool {
+		return f.number("SELECT count(*) FROM outbox.partitions WHERE name = $1 AND state = 'sealed'", name) == 1
+	}, waitFor, 10*time.Millisecond)
+	// What moves the position over the seal, sooner than an idle one is stored.
+	f.exec("INSERT INTO outbox.messages (topic, uuid) VALUES ('orders', '2')")
+	receive(t, messages, 1)
+	select {
+	case content := <-archived:
+		require.Contains(t, content, ",orders,k,1,")
+	case <-time.After(waitFor):
+		require.FailNow(t, "not archived", "%+v", consumer.Status().Maintenance)
+	}
+	require.Eventually(t, func() bool { return f.number("SELECT count(*) FROM outbox.partitions WHERE name = $1", name) == 0 }, waitFor, 10*time.Millisecond)
+	require.Empty(t, consumer.Status().Maintenance.Err)
+}
+
 // One at a time, and each of them at its interval: the lease.
 func TestMaintenanceLease(t *testing.T) {
 	t.Parallel()

@@ -109,7 +109,7 @@ func TestLateRowsBesideABulkLoadAreReadByTransaction(t *testing.T) {
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 		require.NoError(t, err)
 		plan := strings.Join(lines, "\n")
-		require.Contains(t, plan, "actual rows=10 ", "the late rows")
+		require.Regexp(t, `actual rows=10(\.00)? `, plan, "the late rows") // with a fraction since version 18
 		for _, line := range lines {
 			var removed int
 			if _, err := fmt.Sscanf(strings.TrimSpace(line), "Rows Removed by Filter: %d", &removed); err == nil {

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/IBM/sarama"
+	"github.com/eapache/go-resiliency/breaker"
 
 	"github.com/millrace/watermill-outbox/examples/internal/forwarding/forwardingtest"
 	"github.com/millrace/watermill-outbox/forwarder"
@@ -18,6 +19,7 @@ func TestClassify(t *testing.T) {
 		sarama.ErrOutOfBrokers:                  forwarder.FaultDestination,
 		sarama.ErrNotEnoughReplicas:             forwarder.FaultDestination,
 		sarama.ErrUnknownTopicOrPartition:       forwarder.FaultDestination,
+		breaker.ErrBreakerOpen:                  forwarder.FaultDestination,
 		io.EOF:                                  forwarder.FaultDestination,
 		sarama.ErrMessageSizeTooLarge:           forwarder.FaultPermanent,
 		sarama.ConfigurationError("too large"):  forwarder.FaultPermanent,

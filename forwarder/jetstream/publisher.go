@@ -111,6 +111,9 @@ func (p *Publisher) send(out forwarder.Outgoing) (nats.PubAckFuture, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := checkHeader(msg.Header); err != nil {
+		return nil, err
+	}
 	return p.js.PublishMsgAsync(msg)
 }
 

@@ -138,19 +138,28 @@ func (s *Store) Reshard(ctx context.Context, db DB, topic Topic, shards int) err
 		if tag.RowsAffected() > 0 {
 			return nil
 		}
-		rows, err := db.Query(ctx, s.exists, topic.Group, topic.Topic)
+		known, err := s.Known(ctx, db, topic)
 		if err != nil {
-			return fmt.Errorf("look for cursors: %w", err)
-		}
-		known, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
-		if err != nil {
-			return fmt.Errorf("look for cursors: %w", err)
+			return err
 		}
 		if !known {
 			return fmt.Errorf("%s: %w", topic, ErrUnknown)
 		}
 	}
 	return fmt.Errorf("%s: %w", topic, errChanging)
+}
+
+// Known reports whether a topic has cursors.
+func (s *Store) Known(ctx context.Context, db Querier, topic Topic) (bool, error) {
+	rows, err := db.Query(ctx, s.exists, topic.Group, topic.Topic)
+	if err != nil {
+		return false, fmt.Errorf("look for cursors: %w", err)
+	}
+	known, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[bool])
+	if err != nil {
+		return false, fmt.Errorf("look for cursors: %w", err)
+	}
+	return known, nil
 }
 
 // Beginner begins a transaction.

@@ -3,6 +3,7 @@ package delivery_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -194,4 +195,110 @@ func TestARetryIsFirstOfItsBatch(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A row of which no message can be made stands in a line that goes out in batches.
+// What was behind it, or in front, and had never been out, was left for good when it
+// was buried or given back: the line stood still until the next lease.
+func TestABatchAroundARowThatIsNoMessage(t *testing.T) {
+	t.Parallel()
+
+	for name, bad := range map[string]int{"first": 0, "in the middle": 1, "last": 2} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			synctest.Test(t, func(t *testing.T) {
+				b, out := inBatches(t, 3)
+				page := keyed(1, "k", "k", "k", "k")
+				page.Rows[bad].Metadata = []byte(`{"a": 1}`)
+				b.pages <- page
+				var got []int64
+				for {
+					synctest.Wait()
+					select {
+					case batch := <-out:
+						got = append(got, ids(batch...)...)
+						for _, msg := range batch {
+							msg.Ack()
+						}
+						continue
+					default:
+					}
+					break
+				}
+				want := slices.Delete([]int64{1, 2, 3, 4}, bad, bad+1)
+				require.Equal(t, want, got)
+				verdicts := b.store.settled()
+				require.Len(t, verdicts, 1)
+				require.Equal(t, int64(bad+1), verdicts[0].Row.ID)
+				state, _, _ := b.tracker.State()
+				require.Empty(t, state.Holes)
+				require.Equal(t, int64(4), state.Position.Floor)
+			})
+		})
+	}
+}
+
+// stopping is a context whose children take their time to leave it.
+type stopping struct {
+	context.Context //nolint:containedctx // is a context
+
+	takes time.Duration
+}
+
+func (stopping) Done() <-chan struct{} { return make(chan struct{}) }
+
+func (c stopping) AfterFunc(func()) func() bool {
+	return func() bool {
+		time.Sleep(c.takes)
+		return true
+	}
+}
+
+// A worker that has begun the pause of a message and is held up after that, by a busy
+// machine as a rule, found the message in the hands of the next worker when it came to
+// note how it had left: it took that for its own, and let the next of the line go
+// beside it, or nobody any more.
+func TestAPauseThatIsOverBeforeItsWorkerIs(t *testing.T) {
+	t.Parallel()
+
+	for name, batch := range map[string]int{"one by one": 1, "batches": 2} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			synctest.Test(t, func(t *testing.T) {
+				b, out := inBatches(t, batch, func(e *delivery.Engine) {
+					e.Base = stopping{context.Background(), time.Minute}
+				})
+				b.pages <- keyed(1, "k", "k", "k", "k")
+				first := <-out
+				require.Len(t, first, batch)
+				for _, msg := range first {
+					msg.Nack()
+				}
+				again := <-out
+				require.Equal(t, ids(first...), ids(again...))
+				time.Sleep(time.Hour)
+				select {
+				case over := <-out:
+					require.Fail(t, "overtaken", "%v", ids(over...))
+				default:
+				}
+				for _, msg := range again {
+					msg.Ack()
+				}
+				for next := int64(batch) + 1; next <= 4; next += int64(batch) {
+					batch := <-out
+					require.Equal(t, next, ids(batch...)[0])
+					for _, msg := range batch {
+						msg.Ack()
+					}
+				}
+				time.Sleep(time.Hour)
+				state, _, _ := b.tracker.State()
+				require.Empty(t, state.Holes)
+				require.Equal(t, int64(4), state.Position.Floor)
+			})
+		})
+	}
 }

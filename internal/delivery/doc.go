@@ -51,7 +51,8 @@
 // are. After an unclean end these, and the holes, are suspects. They go out in
 // waves, of what may be in flight at once, beside nothing else, when that is stored
 // (Hole.Among): a process that was killed by something else is through with them
-// soon. If the process ends of a wave, each of it goes out by itself the next time,
+// soon. What takes more than a few seconds keeps only its own line waiting after that,
+// and stays accused while it is out, for it may yet end the process. If the process ends of a wave, each of it goes out by itself the next time,
 // and so does what has failed before, when it is stored that it does (Hole.Starts).
 // If the process ends then, that one has failed, and none of its neighbours. Since
 // it was in flight when the process ended before, once or twice, that counts, too:

@@ -125,8 +125,10 @@ type run struct {
 	// inFlight counts the items that workers have, workers also those workers
 	// that look for one.
 	inFlight, workers int
-	// suspectsOut says that suspects are in flight, and so nothing else.
+	// suspectsOut says that suspects are in flight, and so nothing else. stuck counts
+	// the workers whose suspects took too long for that.
 	suspectsOut bool
+	stuck       int
 	retrying    map[*item]Retrying
 	ended       bool
 }
@@ -206,7 +208,9 @@ func (r *run) end() {
 	defer r.mu.Unlock()
 	r.ended = true
 	for it := range r.retrying {
-		it.timer.Stop() // it would keep the run until then
+		if it.timer != nil {
+			it.timer.Stop() // it would keep the run until then
+		}
 	}
 }
 
@@ -299,7 +303,7 @@ func (r *run) work() {
 func (r *run) next() []*item {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectsOut || r.queue.ready.peek().suspect && r.inFlight > 0 {
+	if r.ended || !r.going() || r.queue.ready.len() == 0 || r.suspectsOut || r.queue.ready.peek().suspect && r.inFlight > r.stuck {
 		r.workers--
 		return nil
 	}
@@ -330,12 +334,17 @@ func (r *run) done(batch []*item) {
 		case withdrawn: // it is in front of its line again
 		case again:
 			blocked = true // until its retry
+			r.rest(it)
 		case stopped, nacked, overdue:
 			blocked = true // for good
 		}
 	}
 	if !blocked {
 		r.queue.gone(batch[0])
+	}
+	select {
+	case r.room <- struct{}{}:
+	default:
 	}
 }
 
@@ -344,17 +353,15 @@ func (r *run) back() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.inFlight--
-	r.suspectsOut = false // had it been one of them, the process would not live
-	select {
-	case r.room <- struct{}{}:
-	default:
-	}
 	r.employ()
 }
 
 // deliver hands out a batch, of one item as a rule, of which only the first may
 // have a past, and sees to what becomes of it.
 func (r *run) deliver(batch []*item) {
+	for _, it := range batch {
+		it.result = withdrawn // those of which nothing else becomes
+	}
 	if r.decided(batch[0]) {
 		r.giveBack(batch[1:])
 		return

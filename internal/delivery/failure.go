@@ -161,20 +161,25 @@ func (r *run) insist(problem string, it *item, try func() error) bool {
 	return false
 }
 
-// retry makes the item ready again after a pause; meanwhile it holds its line,
-// and no place in flight.
+// retry lets the item wait for a pause; meanwhile it holds its line, and no place in
+// flight. The worker that has it still has to note how it left: see rest.
 func (r *run) retry(it *item, failure error, pause time.Duration) {
 	now := time.Now()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.ended {
-		return // and its timer would keep all of it until then
-	}
 	if it.failingSince.IsZero() {
 		it.failingSince = now
 	}
 	r.retrying[it] = Retrying{Row: it.row, Attempts: it.attempts, Err: failure, Since: it.failingSince, Next: now.Add(pause)}
-	it.timer = time.AfterFunc(pause, func() {
+}
+
+// rest makes an item ready again when its pause is over. It is the last that its
+// worker does with it, for it may be another's at once. Called with mu held.
+func (r *run) rest(it *item) {
+	if r.ended {
+		return // and its timer would keep all of it until then
+	}
+	it.timer = time.AfterFunc(time.Until(r.retrying[it].Next), func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.queue.again(it)

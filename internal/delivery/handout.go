@@ -43,9 +43,6 @@ type handed struct {
 // handOut sends messages and sees to what becomes of each, in their order. What is
 // behind one that is not acked is withdrawn, unless it is acked by then.
 func (r *run) handOut(batch []*item) {
-	for _, it := range batch {
-		it.result = withdrawn
-	}
 	if !r.enter() {
 		batch[0].result = stopped
 		return
@@ -162,6 +159,9 @@ func (h *handout) outcome(i int) outcome {
 		var grace grace
 		return h.grant(i, &grace, overdue)
 	case <-h.over:
+		if h.lease.Err() != nil {
+			h.cancelFrom(i, context.Cause(h.lease)) // however short the grace is
+		}
 	}
 	// The end is near: of the subscription, which gives the handler its grace,
 	// or of the lease, when the ack counts for nothing but the handler is given

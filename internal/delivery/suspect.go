@@ -32,43 +32,77 @@ func (r *run) wave(suspects []*item) []*item {
 // so that this is known to be the second time if the process ends of it. If there
 // were several, each goes out by itself then, and that counts.
 func (r *run) try(suspects []*item) {
+	late, over := false, false // with mu held
+	defer func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		over = true
+		if late {
+			r.stuck--
+		} else {
+			r.suspectsOut = false
+		}
+	}()
 	out := make([]*item, 0, len(suspects))
 	for _, it := range suspects {
-		if !r.decided(it) {
-			it.result = stopped
-			out = append(out, it)
+		if r.decided(it) {
+			r.tried(it)
+			continue
 		}
+		it.result = stopped
+		out = append(out, it)
 	}
-	if len(out) > 0 {
-		r.tryOut(out)
-	}
-	for _, it := range suspects {
-		it.suspect = false // whatever it did, the process lives
-		r.done([]*item{it})
-	}
-}
-
-func (r *run) tryOut(out []*item) {
-	leave, ok := r.alone()
-	if !ok {
+	if len(out) == 0 {
 		return
 	}
-	defer leave()
-	for _, it := range out {
-		r.accuse(it, len(out) > 1)
-	}
-	if r.insist("Cannot store which messages are tried", out[0], func() error { return r.Store.Save(r.lease) }) {
-		var delivering sync.WaitGroup
-		for i := range out {
-			delivering.Go(func() { r.handOut(out[i : i+1]) })
+	r.tryOut(out, func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if !over {
+			late = true
+			r.suspectsOut = false
+			r.stuck++
+			r.employ()
 		}
-		delivering.Wait()
-	}
-	for _, it := range out {
-		if it.result != settled {
-			it.entry.Acquit(it.attempts - it.before)
+	})
+}
+
+// tryOut sees to suspects that are to go out. It calls letOthers when they have been
+// out for long: others may go out beside them.
+func (r *run) tryOut(out []*item, letOthers func()) {
+	leave, ok := r.alone()
+	if ok {
+		defer leave()
+		for _, it := range out {
+			r.accuse(it, len(out) > 1)
 		}
+		ok = r.insist("Cannot store which messages are tried", out[0], func() error { return r.Store.Save(r.lease) })
 	}
+	if !ok { // the end has come
+		for _, it := range out {
+			r.tried(it)
+		}
+		return
+	}
+	defer time.AfterFunc(aloneFor, letOthers).Stop()
+	var delivering sync.WaitGroup
+	for i := range out {
+		delivering.Go(func() {
+			r.handOut(out[i : i+1])
+			r.tried(out[i])
+		})
+	}
+	delivering.Wait()
+}
+
+// tried is done for a suspect, which is none any more: whatever it did, the process
+// lives.
+func (r *run) tried(it *item) {
+	if it.result != settled {
+		it.entry.Acquit(it.attempts - it.before)
+	}
+	it.suspect = false
+	r.done([]*item{it})
 }
 
 // accuse notes what it says about an item if the process ends now. It was handed
@@ -87,9 +121,10 @@ func (r *run) accuse(it *item, among bool) {
 	it.entry.Count(failed, max(failed, before)+1)
 }
 
-// aloneFor is how long suspects keep those of other engines waiting at most:
-// what ends its process does so soon, as a rule, and its channel may be one that
-// nobody reads, or its handler a slow one.
+// aloneFor is how long suspects keep all else waiting at most, and those of other
+// engines: what ends its process does so soon, as a rule, and its channel may be one
+// that nobody reads, or its handler a slow one, or one that hangs. They stay accused
+// while they are out.
 const aloneFor = 3 * time.Second
 
 // alone waits until no other engine of the process has suspects out. leave lets

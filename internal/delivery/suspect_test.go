@@ -5,6 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
 	"github.com/millrace/watermill-outbox/internal/delivery"
@@ -195,5 +196,67 @@ func TestSuspectThatFailsCountsOnce(t *testing.T) {
 		synctest.Wait()
 		state, _, _ := b.tracker.State()
 		require.Equal(t, []window.Hole{{ID: 1, Attempts: 1}}, state.Holes)
+	})
+}
+
+// A suspect that hangs, as it may have done before its process was killed for it, kept
+// everything else of its engine waiting, for ever: what was in its wave and had been
+// acked long ago kept its line, nothing else went out, and nothing more was read.
+func TestSuspectsThatTakeLong(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		b := startAt(t, window.State{Position: at(0), Reach: 6}, true, ordered(delivery.ByKey, 3), attempts(3), func(e *delivery.Engine) {
+			e.Pending = 7
+		})
+		b.pages <- keyed(1, "a", "b", "c", "d", "e", "f", "b")
+		wave := b.inFlight()
+		require.Equal(t, []int64{1, 2, 3}, ids(wave...))
+		go func() { b.pages <- keyed(8, "b", "c") }()
+		var hangs *message.Message
+		for _, msg := range wave {
+			if ids(msg)[0] == 1 {
+				hangs = msg
+				continue
+			}
+			msg.Ack()
+		}
+		require.Empty(t, b.inFlight())
+		time.Sleep(4 * time.Second)
+		second := b.inFlight()
+		require.Equal(t, []int64{4, 5, 6}, ids(second...))
+		require.Contains(t, b.stored(), window.Hole{ID: 1, Among: true}, "it is out, and may be what ends the process")
+
+		// The first wave is through, and that says nothing of the second.
+		hangs.Ack()
+		require.Empty(t, b.inFlight())
+		for _, msg := range second {
+			msg.Ack()
+		}
+		require.Equal(t, []int64{7, 9}, ids(b.inFlight()...))
+		state, _, _ := b.tracker.State()
+		require.Empty(t, state.Holes, "all have shown what they are")
+	})
+}
+
+// The same with one that goes out by itself, which others then go out beside.
+func TestASuspectThatHangsByItself(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		hole := window.Hole{ID: 1, Attempts: 1}
+		b := startAt(t, window.State{Position: at(1), Holes: []window.Hole{hole}}, true, ordered(delivery.Unordered, 3), attempts(9))
+		b.pages <- holes(hole)
+		require.Len(t, b.inFlight(), 1)
+		b.pages <- rows(2, 3, 4)
+		require.Empty(t, b.inFlight())
+		time.Sleep(4 * time.Second)
+		beside := b.inFlight()
+		require.Equal(t, []int64{2, 3}, ids(beside...), "no more than may be in flight at once")
+		require.Equal(t, []window.Hole{{ID: 1, Attempts: 1, Starts: 2}}, b.stored())
+		for _, msg := range beside {
+			msg.Ack()
+		}
+		require.Equal(t, []int64{4}, ids(b.inFlight()...))
 	})
 }

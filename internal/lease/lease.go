@@ -366,8 +366,12 @@ func (m *Manager) expire() {
 		m.joined[topic] = unknown // others may have removed it
 	}
 	for key, lease := range m.held {
-		lease.Lose(fmt.Errorf("%s: this process could not renew its beat for %s", key, m.config.Duration-m.config.margin()))
+		lease.Lose(m.expired(key))
 	}
+}
+
+func (m *Manager) expired(key cursor.Key) error {
+	return fmt.Errorf("%s: this process could not renew its beat for %s", key, m.config.Duration-m.config.margin())
 }
 
 // left is how long the leases are still good for.
@@ -376,8 +380,19 @@ func (m *Manager) left() time.Duration {
 }
 
 // Valid reports whether the lease's owner may hand out a message now. A process
-// that was paused for longer than its lease learns it here before anything else.
-func (l *Lease) Valid() bool { return l.manager.left() > 0 && l.ctx.Err() == nil }
+// that was paused for longer than its lease learns it here before anything else. Once
+// it may not, the lease is lost, though the answer to a beat may just be coming in:
+// its owner has given up on something by then.
+func (l *Lease) Valid() bool {
+	if l.ctx.Err() != nil {
+		return false
+	}
+	if l.manager.left() > 0 {
+		return true
+	}
+	l.Lose(l.manager.expired(l.Key))
+	return false
+}
 
 func (m *Manager) claimLoop(ctx context.Context) {
 	retry := backoff.Policy{Min: m.config.Claim, Max: 5 * time.Second}

@@ -4,10 +4,12 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
+	"sync"
 )
 
 // EnvPostgresBin is the environment variable that names the folder with the
@@ -34,32 +36,58 @@ var distributionFolders = []string{
 
 // finder finds the server's programs.
 type finder struct {
+	version  string   // value of EnvPostgresVersion
 	explicit string   // value of EnvPostgresBin
 	path     []string // folders of PATH
 	globs    []string // patterns of folders
-	download func(context.Context) (string, error)
+	download func(ctx context.Context, major int) (string, error)
 }
 
 func defaultFinder() finder {
 	return finder{
+		version:  os.Getenv(EnvPostgresVersion),
 		explicit: os.Getenv(EnvPostgresBin),
 		path:     filepath.SplitList(os.Getenv("PATH")),
 		globs:    distributionFolders,
-		download: func(ctx context.Context) (string, error) { return defaultDownloader().download(ctx) },
+		download: func(ctx context.Context, major int) (string, error) { return defaultDownloader().download(ctx, major) },
 	}
 }
 
 // find returns a folder with the server's programs: the explicit one, or else
-// the first on PATH, or else the newest of a distribution, or else a download.
+// the first on PATH, or else the newest of a distribution, or else a download. If
+// a version is wanted, those of another one do not count, and an explicit folder
+// of another one is an error.
 func (f finder) find(ctx context.Context) (string, error) {
+	major, err := wantedMajor(f.version)
+	if err != nil {
+		return "", err
+	}
+	fits := func(dir string) bool {
+		if checkPrograms(dir) != nil {
+			return false
+		}
+		if major == 0 {
+			return true
+		}
+		found, err := programsMajor(ctx, dir)
+		return err == nil && found == major
+	}
 	if f.explicit != "" {
 		if err := checkPrograms(f.explicit); err != nil {
 			return "", fmt.Errorf("pgtest: %s=%s is not a folder with the programs of a PostgreSQL server (unset it to search elsewhere): %w", EnvPostgresBin, f.explicit, err)
 		}
+		if major != 0 {
+			switch found, err := programsMajor(ctx, f.explicit); {
+			case err != nil:
+				return "", err
+			case found != major:
+				return "", fmt.Errorf("pgtest: %s=%s has programs of PostgreSQL %d, but %s is %d: unset one of them", EnvPostgresBin, f.explicit, found, EnvPostgresVersion, major)
+			}
+		}
 		return filepath.Abs(f.explicit)
 	}
 	for _, dir := range f.path {
-		if !filepath.IsAbs(dir) || checkPrograms(dir) != nil {
+		if !filepath.IsAbs(dir) || !fits(dir) {
 			continue
 		}
 		// A program finds its libraries and data from where it really is.
@@ -76,7 +104,7 @@ func (f finder) find(ctx context.Context) (string, error) {
 			return "", fmt.Errorf("pgtest: folders %s: %w", pattern, err)
 		}
 		for _, dir := range dirs {
-			if checkPrograms(dir) == nil {
+			if fits(dir) {
 				found = append(found, dir)
 			}
 		}
@@ -86,7 +114,7 @@ func (f finder) find(ctx context.Context) (string, error) {
 		slices.SortStableFunc(found, func(a, b string) int { return compareVersions(folderVersion(b), folderVersion(a)) })
 		return found[0], nil
 	}
-	return f.download(ctx)
+	return f.download(ctx, major)
 }
 
 // checkPrograms returns an error if dir lacks a program that every server needs.
@@ -101,6 +129,28 @@ func checkPrograms(dir string) error {
 		}
 	}
 	return nil
+}
+
+// majors are the versions of programs by their folder: each server that is
+// started asks.
+var majors sync.Map
+
+// programsMajor returns the major version of the programs in dir, by asking them.
+func programsMajor(ctx context.Context, dir string) (int, error) {
+	program := filepath.Join(dir, "postgres")
+	if major, ok := majors.Load(program); ok {
+		return major.(int), nil
+	}
+	output, err := exec.CommandContext(ctx, program, "--version").Output()
+	if err != nil {
+		return 0, fmt.Errorf("pgtest: ask %s for its version: %w", program, err)
+	}
+	major, err := strconv.Atoi(number.FindString(string(output)))
+	if err != nil {
+		return 0, fmt.Errorf("pgtest: %s says its version is %q", program, output)
+	}
+	majors.Store(program, major)
+	return major, nil
 }
 
 var number = regexp.MustCompile(`\d+`)

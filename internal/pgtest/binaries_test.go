@@ -38,7 +38,7 @@ func TestFind(t *testing.T) {
 	}
 	globs := []string{filepath.Join(root, "debian", "*", "bin"), filepath.Join(root, "rpm-*", "bin")}
 	failed := errors.New("no network")
-	download := func(context.Context) (string, error) { return "", failed }
+	download := func(context.Context, int) (string, error) { return "", failed }
 
 	tests := []struct {
 		name   string
@@ -46,14 +46,14 @@ func TestFind(t *testing.T) {
 		want   string
 		err    string
 	}{
-		{"the explicit folder wins", finder{explicit, []string{onPath}, globs, download}, explicit, ""},
-		{"then PATH", finder{"", []string{"", ".", root, onPath}, globs, download}, onPath, ""},
-		{"links on PATH are followed", finder{"", []string{linked}, globs, download}, newest, ""},
-		{"then the newest of a distribution", finder{"", []string{root}, globs, download}, newest, ""},
-		{"then a download", finder{"", nil, nil, func(context.Context) (string, error) { return "/cache", nil }}, "/cache", ""},
-		{"whose failure is told", finder{"", nil, []string{filepath.Join(root, "none*")}, download}, "", "no network"},
+		{"the explicit folder wins", finder{"", explicit, []string{onPath}, globs, download}, explicit, ""},
+		{"then PATH", finder{"", "", []string{"", ".", root, onPath}, globs, download}, onPath, ""},
+		{"links on PATH are followed", finder{"", "", []string{linked}, globs, download}, newest, ""},
+		{"then the newest of a distribution", finder{"", "", []string{root}, globs, download}, newest, ""},
+		{"then a download", finder{"", "", nil, nil, func(context.Context, int) (string, error) { return "/cache", nil }}, "/cache", ""},
+		{"whose failure is told", finder{"", "", nil, []string{filepath.Join(root, "none*")}, download}, "", "no network"},
 		// Falling back would test with another version than was asked for.
-		{"a wrong explicit folder is an error", finder{root, []string{onPath}, globs, download}, "", "OUTBOX_POSTGRES_BIN=" + root + " is not a folder with the programs of a PostgreSQL server"},
+		{"a wrong explicit folder is an error", finder{"", root, []string{onPath}, globs, download}, "", "OUTBOX_POSTGRES_BIN=" + root + " is not a folder with the programs of a PostgreSQL server"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

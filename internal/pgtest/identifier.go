@@ -17,8 +17,8 @@ import (
 // The identifier is what the control file begins with, and in the header of each
 // WAL segment, of which there is one.
 func changeIdentifier(folder string, microseconds uint64) error {
-	controlFile := filepath.Join(folder, "data", "global", "pg_control")
-	control, err := os.ReadFile(controlFile)
+	controlPath := filepath.Join(folder, "data", controlFile)
+	control, err := os.ReadFile(controlPath)
 	if err != nil {
 		return fmt.Errorf("pgtest: read a cluster's control file: %w", err)
 	}
@@ -32,7 +32,7 @@ func changeIdentifier(folder string, microseconds uint64) error {
 	binary.NativeEndian.PutUint64(control, id)
 	binary.NativeEndian.PutUint32(control[end:], crc32.Checksum(control[:end], castagnoli))
 
-	segments, err := filepath.Glob(filepath.Join(folder, "data", "pg_wal", "????????????????????????"))
+	segments, err := filepath.Glob(filepath.Join(folder, "data", walFolder, "????????????????????????"))
 	if err != nil {
 		return fmt.Errorf("pgtest: find a cluster's WAL: %w", err)
 	}
@@ -49,7 +49,7 @@ func changeIdentifier(folder string, microseconds uint64) error {
 		return errors.New("pgtest: a cluster's WAL does not begin with its system identifier")
 	}
 	return errors.Join(
-		overwrite(controlFile, 0, control[:end+4]),
+		overwrite(controlPath, 0, control[:end+4]),
 		overwrite(segments[0], int64(at), control[:8]),
 	)
 }

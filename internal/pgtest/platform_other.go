@@ -14,6 +14,8 @@ var errPlatform = errors.New("pgtest: a throw-away server needs a Unix-like syst
 
 func unprivileged() (*user.User, error) { return nil, errPlatform }
 
+func giveAway(string) error { return errPlatform }
+
 func isolate(*exec.Cmd, *user.User) error { return errPlatform }
 
 func (m Mode) signal() syscall.Signal { return syscall.SIGTERM }

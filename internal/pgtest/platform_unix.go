@@ -28,6 +28,20 @@ func unprivileged() (*user.User, error) {
 	return nil, errors.New("pgtest: PostgreSQL can't run as root, and there is neither a user postgres nor a user nobody to run it as: create one, or run as another user")
 }
 
+// giveAway makes what is at path the property of the user as which server
+// processes run.
+func giveAway(path string) error {
+	u, err := unprivileged()
+	if u == nil || err != nil {
+		return err
+	}
+	uid, gid, err := ids(u)
+	if err != nil {
+		return err
+	}
+	return os.Lchown(path, int(uid), int(gid))
+}
+
 // isolate makes cmd run in a session of its own, out of reach of the terminal's
 // signals, and as u unless that is nil.
 func isolate(cmd *exec.Cmd, u *user.User) error {
@@ -35,16 +49,25 @@ func isolate(cmd *exec.Cmd, u *user.User) error {
 	if u == nil {
 		return nil
 	}
-	uid, err := strconv.ParseUint(u.Uid, 10, 32)
+	uid, gid, err := ids(u)
 	if err != nil {
-		return fmt.Errorf("pgtest: id of user %s: %w", u.Username, err)
+		return err
 	}
-	gid, err := strconv.ParseUint(u.Gid, 10, 32)
-	if err != nil {
-		return fmt.Errorf("pgtest: group of user %s: %w", u.Username, err)
-	}
-	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(uid), Gid: uint32(gid)}
+	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uid, Gid: gid}
 	return nil
+}
+
+// ids returns the numbers of a user and of its group.
+func ids(u *user.User) (uid, gid uint32, err error) {
+	id, err := strconv.ParseUint(u.Uid, 10, 32)
+	if err != nil {
+		return 0, 0, fmt.Errorf("pgtest: id of user %s: %w", u.Username, err)
+	}
+	group, err := strconv.ParseUint(u.Gid, 10, 32)
+	if err != nil {
+		return 0, 0, fmt.Errorf("pgtest: group of user %s: %w", u.Username, err)
+	}
+	return uint32(id), uint32(group), nil
 }
 
 // signals of the postmaster, see pg_ctl: TERM waits for the clients to leave,

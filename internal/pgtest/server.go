@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -47,6 +48,8 @@ type Server struct {
 
 	sup *supervisor // nil if the server is not ours
 
+	version atomic.Value // string, as the server says it
+
 	mu       sync.Mutex // one change of state at a time; guards what follows
 	settings map[string]string
 	port     int
@@ -68,16 +71,26 @@ func Open(ctx context.Context, o Options) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
+	major, err := wantedMajor(os.Getenv(EnvPostgresVersion))
+	if err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
 	conn, err := pgconn.Connect(ctx, given)
 	if err != nil {
 		return nil, fmt.Errorf("pgtest: the server named by %s does not answer (unset it to get a throw-away one): %w", EnvDatabaseURL, err)
 	}
+	found, version := majorVersion(conn), noteVersion(conn)
 	if err := conn.Close(ctx); err != nil {
 		return nil, fmt.Errorf("pgtest: close the connection to the server named by %s: %w", EnvDatabaseURL, err)
 	}
-	return &Server{url: u}, nil
+	if major != 0 && found != major {
+		return nil, fmt.Errorf("pgtest: the server named by %s is a PostgreSQL %d, but %s is %d: unset one of them", EnvDatabaseURL, found, EnvPostgresVersion, major)
+	}
+	s := &Server{url: u}
+	s.version.Store(version)
+	return s, nil
 }
 
 // serverURL parses the value of EnvDatabaseURL. Its errors do not repeat it, as
@@ -220,6 +233,13 @@ func (s *Server) Port() int {
 	return port
 }
 
+// Version returns the server's version as it says it itself, such as "18.4" or
+// "15.20 (Debian 15.20-0+deb12u1)".
+func (s *Server) Version() string {
+	version, _ := s.version.Load().(string)
+	return version
+}
+
 // Addr returns where the server listens, as "host:port".
 func (s *Server) Addr() string {
 	return net.JoinHostPort(s.url.Hostname(), strconv.Itoa(s.Port()))
@@ -325,6 +345,7 @@ func (s *Server) probe(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = conn.Close(ctx) }()
+	s.version.Store(noteVersion(conn))
 	results, err := conn.Exec(ctx, "SHOW cluster_name").ReadAll()
 	if err != nil {
 		return err

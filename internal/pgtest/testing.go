@@ -4,11 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"go.uber.org/goleak"
 )
@@ -23,14 +27,44 @@ var shared struct {
 	err    error
 }
 
-// Main is TestMain's body: it runs the tests, stops the shared server, fails if
-// a goroutine is left running, and exits. Each ignored leak deserves a comment
+// versions are those of the servers that this process has had.
+var versions struct {
+	mu   sync.Mutex
+	seen map[string]bool
+}
+
+// noteVersion takes down, and returns, the version of the server at the other end
+// of conn.
+func noteVersion(conn *pgconn.PgConn) string {
+	versions.mu.Lock()
+	defer versions.mu.Unlock()
+	if versions.seen == nil {
+		versions.seen = map[string]bool{}
+	}
+	version := conn.ParameterStatus("server_version")
+	versions.seen[version] = true
+	return version
+}
+
+func seenVersions() []string {
+	versions.mu.Lock()
+	defer versions.mu.Unlock()
+	return slices.Sorted(maps.Keys(versions.seen))
+}
+
+// Main is TestMain's body: it runs the tests, says on which version of PostgreSQL
+// they ran, stops the shared server, fails if a goroutine is left running, and
+// exits. Each ignored leak deserves a comment
 // where it is passed.
 //
 //	func TestMain(m *testing.M) { pgtest.Main(m) }
 func Main(m *testing.M, ignored ...goleak.Option) {
 	useTemplates()
 	code := m.Run()
+	// Seen with -v, and when a test has failed.
+	if versions := seenVersions(); len(versions) > 0 {
+		fmt.Fprintln(os.Stderr, "pgtest: on PostgreSQL", strings.Join(versions, " and "))
+	}
 	if err := errors.Join(stopShared(), removeTemplates()); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		code = max(code, 1)

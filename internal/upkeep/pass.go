@@ -347,8 +347,10 @@ func (p *pass) sweep(ctx context.Context) error {
 		name string
 		age  time.Duration
 	}{
-		{"inbox", p.config.InboxRetention}, {"dead_letters", p.config.DeadLetterRetention},
-		{"dead_letter_log", p.config.DeadLetterRetention}, {"processes", dead},
+		{"inbox", p.config.InboxRetention},
+		{"dead_letters", p.config.DeadLetterRetention},
+		{"dead_letter_log", p.config.DeadLetterRetention},
+		{"processes", dead},
 	} {
 		for table.age > 0 {
 			began := time.Now()

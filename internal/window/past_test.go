@@ -48,7 +48,7 @@ func TestEverythingIsASnapshotToTheServer(t *testing.T) {
 	x, _, _ := strings.Cut(everything.String(), ":")
 	n, err := strconv.ParseUint(x, 10, 64)
 	require.NoError(t, err)
-	require.NotZero(t, uint32(n)) //nolint:gosec // the lower half is meant
+	require.NotZero(t, uint32(n))
 	content, err := queries.ReadFile("queries/past.sql")
 	require.NoError(t, err)
 	require.Contains(t, string(content), "k.c::pg_snapshot")

@@ -89,7 +89,7 @@ func (s Snapshot) Sees(xid uint64) bool {
 func (s Snapshot) Covers(other Snapshot) bool {
 	// All in [s.xmax, other.xmax), which s does not see, must be running in
 	// other; the loop ends at the first that is not.
-	for x := s.xmax; x < other.xmax; x++ {
+	for x := max(s.xmax, 1); x < other.xmax; x++ { // 0 is no transaction
 		if other.Sees(x) {
 			return false
 		}

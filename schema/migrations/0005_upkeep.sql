@@ -342,7 +342,12 @@ BEGIN
     THEN
         RETURN 'guard';
     END IF;
-    EXECUTE format('CREATE TABLE %1$I.%2$I (LIKE %1$I.messages INCLUDING ALL EXCLUDING IDENTITY EXCLUDING INDEXES)', :schema, made);
+    -- The DEFAULT partition is locked from ATTACH to the end of the commit, so what
+    -- can be done before is, such as the indexes, and the disk is not waited for: if
+    -- the server crashes the partition is made again, and what was stored in it
+    -- cannot be on the disk before it is.
+    PERFORM set_config('synchronous_commit', 'off', true);
+    EXECUTE format('CREATE TABLE %1$I.%2$I (LIKE %1$I.messages INCLUDING ALL EXCLUDING IDENTITY)', :schema, made);
     -- For the day on which a row must be deleted from it while somebody publishes
     -- all tables: see messages_default.
     EXECUTE format('ALTER TABLE %I.%I REPLICA IDENTITY FULL', :schema, made);
@@ -372,6 +377,7 @@ BEGIN
     IF upper IS NULL OR upper <= lower THEN
         RAISE EXCEPTION 'outbox: % to % is no range', lower, upper USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    PERFORM set_config('synchronous_commit', 'off', true); -- see upkeep_make
     EXECUTE format('ALTER TABLE %1$I.messages_default DROP CONSTRAINT IF EXISTS upkeep_guard, ADD CONSTRAINT upkeep_guard '
         'CHECK (created_at < %2$L::timestamptz OR created_at >= %3$L::timestamptz OR %1$I.upkeep_passed(%4$L::timestamptz)) NOT VALID',
         :schema, lower, upper, ends);
@@ -401,6 +407,7 @@ BEGIN
         RETURN false;
     END IF;
     PERFORM outbox.upkeep_enter();
+    PERFORM set_config('synchronous_commit', 'off', true); -- see upkeep_make
     EXECUTE format('ALTER TABLE %I.messages_default DROP CONSTRAINT IF EXISTS upkeep_guard', :schema);
     UPDATE outbox.upkeep u SET guard_lower = NULL, guard_upper = NULL, guard_until = NULL;
     RETURN true;

@@ -10,6 +10,10 @@
 //
 // starts a server, runs the command with OUTBOX_DATABASE_URL in its
 // environment, and exits with its exit code.
+//
+//	go run ./cmd/postgres -version
+//
+// starts a server, says which version it is, and stops it.
 package main
 
 import (
@@ -47,6 +51,7 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 	var o pgtest.Options
 	flags := flag.NewFlagSet("postgres", flag.ContinueOnError)
 	flags.SetOutput(stderr)
+	version := flags.Bool("version", false, "only say which version it is")
 	flags.BoolVar(&o.Durable, "durable", false, "keep fsync on")
 	flags.Func("set", "`name=value` of a server setting (may be repeated)", func(text string) error {
 		name, value, ok := strings.Cut(text, "=")
@@ -71,9 +76,12 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 		return 1, err
 	}
 	code := 0
-	if flags.NArg() > 0 {
+	switch {
+	case *version:
+		_, err = fmt.Fprintln(stdout, "PostgreSQL", server.Version())
+	case flags.NArg() > 0:
 		code, err = runCommand(ctx, flags.Args(), server.URL(), stdin, stdout, stderr)
-	} else {
+	default:
 		err = serve(ctx, server.URL(), stdin, stdout)
 	}
 	if err = errors.Join(err, server.Stop()); err != nil && code == 0 {
