@@ -23,8 +23,11 @@
 //
 // A row that the seal cannot see, since it was inserted into the past (a clock that
 // was set back), is looked for at each pass, and once more with the partition locked
-// before that is emptied. It is published again as a new row, the old one is
-// deleted in the same transaction, and the seal is void: the partition is open.
+// before that is emptied. It is published again as a new row, of a time behind all
+// that was ever sealed, and the old one is deleted in the same transaction. When none
+// is left, and nobody is writing there, the seal is void: the partition is open.
+// Readers that remember the seal learn of that from the first statement that sees it
+// (voids in table upkeep).
 //
 // The DEFAULT partition is never sealed: its range is what nobody else has. What is
 // in it is marked by a snapshot instead, and when every P covers that, and Retention
