@@ -92,6 +92,22 @@ func (s *schedule) unknown() bool {
 	return slices.ContainsFunc(s.outages, func(o outage) bool { return errors.Is(o.err, errOdd) })
 }
 
+// endedBefore reports whether an outage that nobody can tell from the fault of a message
+// ended in the second before the broker took the next of the message's line.
+func (s *schedule) endedBefore(b *broker, rows []row, r row) bool {
+	i := slices.IndexFunc(rows, func(next row) bool {
+		return next.number > r.number && next.line() == r.line() && slices.Contains(b.uuids(), next.uuid)
+	})
+	if i < 0 {
+		return false
+	}
+	took := b.took()
+	at := took[slices.IndexFunc(took, func(p published) bool { return p.uuid == rows[i].uuid })].at
+	return slices.ContainsFunc(s.outages, func(o outage) bool {
+		return errors.Is(o.err, errOdd) && o.to <= at && at-o.to < proofTime
+	})
+}
+
 // Whatever fails and when: nothing is lost or comes twice, lines keep their order,
 // what cannot pass is a dead letter and nothing else is, and a healthy message spends
 // no attempt but one that the destination's coming and going explains.
@@ -161,7 +177,9 @@ func TestRandomSchedules(t *testing.T) {
 					fate := s.fates[r.uuid]
 					// One that fails now and then may do so when an outage that nobody can tell
 					// from it has just ended, and what is behind it is accepted: it is condemned.
-					condemned := fate == passing && s.unknown() && slices.Contains(died, r.number)
+					// So is a healthy one, if the outage ends right between the two.
+					condemned := fate == passing && s.unknown() && slices.Contains(died, r.number) ||
+						fate == healthy && slices.Contains(died, r.number) && s.endedBefore(b, rows, r)
 					if fate == refused || fate == odd || condemned {
 						dead = append(dead, r.number)
 						continue
