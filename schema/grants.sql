@@ -82,7 +82,7 @@ GRANT EXECUTE ON FUNCTION
     outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
     outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
     outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
-    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_note(text, text) TO :role;
+    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_bury(text[], bigint[]), outbox.upkeep_note(text, text) TO :role;
 -- To read the WAL the role that logs in needs REPLICATION besides. That lets it
 -- copy the whole server, so it is not for this script to give: a superuser runs
 -- the first line, or on Amazon RDS a member of rds_superuser the second.
@@ -105,4 +105,4 @@ GRANT EXECUTE ON FUNCTION
     outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
     outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
     outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
-    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_note(text, text) TO :role;
+    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_bury(text[], bigint[]), outbox.upkeep_note(text, text) TO :role;

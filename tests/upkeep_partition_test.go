@@ -18,7 +18,7 @@ import (
 // attached are the ranges of the log, in order.
 func (f *fixture) attached() [][2]time.Time {
 	f.t.Helper()
-	rows, err := f.pool.Query(f.t.Context(), f.sql("SELECT a.lower, a.upper FROM outbox.upkeep_attached() a WHERE isfinite(a.lower) ORDER BY 1"))
+	rows, err := f.pool.Query(f.t.Context(), f.sql("SELECT a.lower, a.upper FROM outbox.upkeep_attached(NULL) a WHERE isfinite(a.lower) ORDER BY 1"))
 	require.NoError(f.t, err)
 	ranges, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (r [2]time.Time, err error) { return r, row.Scan(&r[0], &r[1]) })
 	require.NoError(f.t, err)
@@ -118,7 +118,7 @@ func TestPartitionMadeByHandInTheWay(t *testing.T) {
 	for _, hours := range []int{3, 5, 6, 8, 9} {
 		require.Contains(t, lowers, at(hours))
 	}
-	require.Equal(t, 1, f.number("SELECT count(*) FROM outbox.upkeep_attached() a WHERE a.lower = $1 AND a.upper = $2", at(6), start.Add(6*time.Hour+20*time.Minute)))
+	require.Equal(t, 1, f.number("SELECT count(*) FROM outbox.upkeep_attached(NULL) a WHERE a.lower = $1 AND a.upper = $2", at(6), start.Add(6*time.Hour+20*time.Minute)))
 	f.consumed("a", "orders", 1)
 	f.pass(m)
 	require.Equal(t, 1, f.rowsOf("old"))

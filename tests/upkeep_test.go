@@ -389,12 +389,14 @@ func TestMaintenanceSweeps(t *testing.T) {
 		SELECT 'g', 't', n::text, 1, n, now(), 1, 'e', now() - n * interval '1 minute' FROM generate_series(1, 120) n`)
 	f.exec(`INSERT INTO outbox.dead_letter_log (at, action, dead_letter_id, consumer_group, topic, uuid, origin_era, origin_id, attempts)
 		SELECT now() - interval '2 hours', 'died', d.id, 'g', 't', d.uuid, 1, 1, 1 FROM outbox.dead_letters d`)
-	f.exec(`INSERT INTO outbox.processes (holder, beat_at) VALUES ('alive', now()), ('dead', now() - interval '2 days')`)
+	f.exec(`INSERT INTO outbox.processes (holder, beat, beat_at) VALUES ('alive', 7, now()), ('dead', 7, now() - interval '2 days')`)
 	f.exec(`INSERT INTO outbox.members (holder, consumer_group, topic) VALUES ('alive', 'g', 't'), ('dead', 'g', 't')`)
 
 	f.pass(f.maintenance(func(c *outbox.MaintenanceConfig) { c.Retention, c.InboxRetention = 0, -1 }))
 	require.Equal(t, 3000, f.number("SELECT count(*) FROM outbox.inbox"))
 	require.Equal(t, 120, f.number("SELECT count(*) FROM outbox.dead_letters"), "by default they stay")
+	require.Equal(t, 2, f.number("SELECT count(*) FROM outbox.processes"), "times say nothing of processes")
+	require.Equal(t, 1, f.number("SELECT outbox.upkeep_bury('{alive,dead}', '{6,7}')"), "alive has beaten since")
 	require.Equal(t, []string{"alive"}, f.texts("SELECT holder FROM outbox.processes"))
 	require.Equal(t, []string{"alive"}, f.texts("SELECT holder FROM outbox.members"))
 

@@ -281,8 +281,10 @@ func (m *Manager) look(ctx context.Context) error {
 		for _, seat := range sh.seats {
 			seat.compare(sh.rows)
 		}
-		// Somebody who took the process for dead may have removed it.
-		if others := sh.members; len(others) > 0 && len(sh.candidates()) > 0 && !slices.ContainsFunc(others, func(o cursor.Member) bool { return o.Holder == m.store.Holder() }) {
+		// Somebody who took the process for dead may have removed it, and others, too.
+		// Of topics that have no shards none are returned.
+		shared := len(sh.rows) > 0 && sh.rows[0].Shards > 1
+		if others := sh.members; (shared || len(others) > 0) && len(sh.candidates()) > 0 && !slices.ContainsFunc(others, func(o cursor.Member) bool { return o.Holder == m.store.Holder() }) {
 			m.joined[topic] = unknown
 			m.nudge()
 		}

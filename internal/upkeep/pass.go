@@ -350,7 +350,6 @@ func (p *pass) sweep(ctx context.Context) error {
 		{"inbox", p.config.InboxRetention},
 		{"dead_letters", p.config.DeadLetterRetention},
 		{"dead_letter_log", p.config.DeadLetterRetention},
-		{"processes", dead},
 	} {
 		for table.age > 0 {
 			began := time.Now()
@@ -366,5 +365,5 @@ func (p *pass) sweep(ctx context.Context) error {
 			}
 		}
 	}
-	return nil
+	return p.bury(ctx)
 }

@@ -27,9 +27,6 @@ const (
 	// longTimeout bounds what reads all of the DEFAULT partition, and holds no
 	// lock that anybody would wait for.
 	longTimeout = 10 * time.Minute
-	// dead is after how long a process without a beat is swept. Leases run out in
-	// seconds; this only clears the table.
-	dead = 24 * time.Hour
 	// firstPass is how long after the start the first pass comes at most.
 	firstPass = 3 * time.Second
 )
@@ -88,8 +85,9 @@ type Upkeep struct {
 	config Config
 	table  table
 
-	// passing holds a value while a pass is made.
-	passing chan struct{}
+	// passing holds a value while a pass is made, which sightings belong to.
+	passing   chan struct{}
+	sightings sightings
 
 	mu     sync.Mutex
 	status Status
@@ -100,7 +98,7 @@ type Upkeep struct {
 func New(db Querier, config Config) *Upkeep {
 	return &Upkeep{
 		config: config, table: table{db: db, schema: config.Schema, timeout: config.Timeout},
-		passing: make(chan struct{}, 1), told: map[string]bool{},
+		passing: make(chan struct{}, 1), sightings: sightings{}, told: map[string]bool{},
 	}
 }
 

@@ -138,8 +138,9 @@ CREATE FUNCTION outbox.upkeep_end(holder text, through boolean) RETURNS void
 
 -- What is attached to the log: kind is 'default', 'ours' for what the migrations
 -- and upkeep make (by its name), else 'other', which is read like the rest and
--- otherwise left alone.
-CREATE FUNCTION outbox.upkeep_attached(OUT name text, OUT relation oid, OUT lower timestamptz, OUT upper timestamptz, OUT kind text)
+-- otherwise left alone. Of all, or of one: each step asks for its own, and to read the
+-- bounds of hundreds each time would make a pass grow with the square of their number.
+CREATE FUNCTION outbox.upkeep_attached(one text, OUT name text, OUT relation oid, OUT lower timestamptz, OUT upper timestamptz, OUT kind text)
     RETURNS SETOF record
     LANGUAGE sql STABLE
     SET search_path = pg_catalog, pg_temp SET TimeZone = 'UTC' SET DateStyle = 'ISO, YMD'
@@ -161,7 +162,7 @@ CREATE FUNCTION outbox.upkeep_attached(OUT name text, OUT relation oid, OUT lowe
                         ELSE (regexp_match(t.expr, $re$TO \('([^']*)'\)$re$))[1] END)::timestamptz AS upper
             FROM (SELECT pg_get_expr(c.relpartbound, c.oid) AS expr) AS t
         ) AS b
-        WHERE parent.relname = 'messages'
+        WHERE parent.relname = 'messages' AND c.relname = coalesce(one, c.relname)
     $body$;
 
 -- Brings the table of partitions up to date with what is attached, and returns
@@ -175,7 +176,7 @@ DECLARE
 BEGIN
     PERFORM outbox.upkeep_enter();
     INSERT INTO outbox.partitions (name, lower, upper)
-    SELECT a.name, a.lower, a.upper FROM outbox.upkeep_attached() a WHERE a.kind IN ('ours', 'default')
+    SELECT a.name, a.lower, a.upper FROM outbox.upkeep_attached(NULL::text) a WHERE a.kind IN ('ours', 'default')
     ON CONFLICT (name) DO NOTHING;
     IF FOUND THEN
         UPDATE outbox.upkeep u SET voids = u.voids + 1 WHERE EXISTS (SELECT FROM outbox.partitions q WHERE q.state = 'open' AND q.lower < u.sealed_to);
@@ -184,14 +185,14 @@ BEGIN
     UPDATE outbox.partitions q
     SET lower = a.lower, upper = a.upper, state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL,
         delivered_at = NULL, archived_at = NULL, freed_at = NULL, held_by = NULL, held_since = NULL
-    FROM outbox.upkeep_attached() a
+    FROM outbox.upkeep_attached(NULL::text) a
     WHERE a.name = q.name AND a.kind = 'ours' AND (a.lower, a.upper) IS DISTINCT FROM (q.lower, q.upper);
     IF FOUND THEN
         UPDATE outbox.upkeep u SET voids = u.voids + 1;
     END IF;
     FOR p IN
         SELECT q.name, q.state, to_regclass(format('%I.%I', :schema, q.name)) IS NOT NULL AS there FROM outbox.partitions q
-        WHERE NOT EXISTS (SELECT FROM outbox.upkeep_attached() a WHERE a.name = q.name AND a.kind IN ('ours', 'default'))
+        WHERE NOT EXISTS (SELECT FROM outbox.upkeep_attached(NULL::text) a WHERE a.name = q.name AND a.kind IN ('ours', 'default'))
     LOOP
         object := p.name;
         IF NOT p.there THEN
@@ -203,7 +204,7 @@ BEGIN
         END IF;
         RETURN NEXT;
     END LOOP;
-    FOR object IN SELECT a.name FROM outbox.upkeep_attached() a WHERE a.kind = 'other' LOOP
+    FOR object IN SELECT a.name FROM outbox.upkeep_attached(NULL::text) a WHERE a.kind = 'other' LOOP
         problem := 'is a partition that upkeep did not make: its messages are delivered, but it is never emptied or dropped, and no other is made for its range';
         RETURN NEXT;
     END LOOP;
@@ -234,7 +235,7 @@ DECLARE
     looked boolean := false;
     made integer := 0;
 BEGIN
-    SELECT array_agg(a.lower), array_agg(a.upper) INTO lowers, uppers FROM outbox.upkeep_attached() a
+    SELECT array_agg(a.lower), array_agg(a.upper) INTO lowers, uppers FROM outbox.upkeep_attached(NULL::text) a
     WHERE a.lower IS NOT NULL AND a.upper > moment;
     WHILE place <= until AND made < 1000 LOOP
         SELECT max(r.b) INTO ends FROM unnest(lowers, uppers) AS r (a, b) WHERE r.a <= place AND place < r.b;
@@ -430,7 +431,7 @@ BEGIN
         upkeep_partition.waits_for, upkeep_partition.seal, upkeep_partition.seal_era, upkeep_partition.sealed_at,
         upkeep_partition.delivered_at, upkeep_partition.archived_at, upkeep_partition.freed_at
     FROM outbox.partitions q
-    JOIN outbox.upkeep_attached() a ON a.name = q.name AND a.kind IN ('ours', 'default')
+    JOIN outbox.upkeep_attached(upkeep_partition.name) a ON a.name = q.name AND a.kind IN ('ours', 'default')
         AND (a.lower, a.upper) IS NOT DISTINCT FROM (q.lower, q.upper)
     WHERE q.name = upkeep_partition.name;
     IF NOT FOUND THEN
@@ -842,9 +843,8 @@ BEGIN
 END $body$;
 
 -- Removes what is older than so many seconds, at most so many rows: of 'inbox',
--- 'dead_letters' (which the log tells of), 'dead_letter_log' (of letters that are
--- gone) and 'processes', which have died with what they wanted. One of those that
--- only slept comes back by its next beat.
+-- 'dead_letters' (which the log tells of) and 'dead_letter_log' (of letters that are
+-- gone).
 CREATE FUNCTION outbox.upkeep_sweep(what text, age double precision, most integer) RETURNS integer
     LANGUAGE plpgsql VOLATILE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
@@ -882,16 +882,31 @@ BEGIN
             ORDER BY l.at LIMIT most FOR UPDATE SKIP LOCKED
         )
         DELETE FROM outbox.dead_letter_log l WHERE l.id = ANY (ARRAY(SELECT o.id FROM old o));
-    WHEN 'processes' THEN
-        WITH old AS MATERIALIZED (
-            SELECT p.holder FROM outbox.processes p WHERE p.beat_at < until ORDER BY p.beat_at LIMIT most FOR UPDATE SKIP LOCKED
-        ), wanted AS (
-            DELETE FROM outbox.members m WHERE m.holder IN (SELECT o.holder FROM old o)
-        )
-        DELETE FROM outbox.processes p WHERE p.holder IN (SELECT o.holder FROM old o);
     ELSE
         RAISE EXCEPTION 'outbox: there is nothing to sweep in %', what USING ERRCODE = 'invalid_parameter_value';
     END CASE;
+    GET DIAGNOSTICS gone = ROW_COUNT;
+    RETURN gone;
+END $body$;
+
+-- Removes processes that have died with these last beats, and what they wanted. One
+-- that only slept comes back by its next beat.
+CREATE FUNCTION outbox.upkeep_bury(holders text[], beats bigint[]) RETURNS integer
+    LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
+    AS $body$
+DECLARE
+    gone integer;
+BEGIN
+    PERFORM outbox.upkeep_enter();
+    WITH old AS MATERIALIZED (
+        SELECT p.holder FROM outbox.processes p
+        JOIN unnest(holders, beats) AS d (holder, beat) ON d.holder = p.holder AND d.beat = p.beat
+        FOR UPDATE OF p SKIP LOCKED
+    ), wanted AS (
+        DELETE FROM outbox.members m WHERE m.holder IN (SELECT o.holder FROM old o)
+    )
+    DELETE FROM outbox.processes p WHERE p.holder IN (SELECT o.holder FROM old o);
     GET DIAGNOSTICS gone = ROW_COUNT;
     RETURN gone;
 END $body$;
