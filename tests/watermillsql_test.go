@@ -8,15 +8,13 @@ import (
 
 // Tables of watermill-sql are read below the oldest transaction that is open
 // anywhere on the server, by itself and by Drain. So this has a server of its own,
-// where none stays open for long.
+// and runs one after the other: two that have a transaction open while they wait
+// would wait for each other.
 func TestForwardWatermillSQLTables(t *testing.T) {
 	t.Parallel()
 
 	server := pgtest.Own(t, pgtest.Options{})
-	t.Run("manual", func(t *testing.T) {
-		t.Parallel()
-		testWatermillSQLManual(t, server)
-	})
+	t.Run("manual", func(t *testing.T) { testWatermillSQLManual(t, server) }) //nolint:paralleltest // see above
 	for _, test := range []struct {
 		name string
 		run  func(t *testing.T, f *fixture)
@@ -32,8 +30,7 @@ func TestForwardWatermillSQLTables(t *testing.T) {
 		{"drain beside a handler of the topic", testWatermillSQLDrainBesideAHandlerOfTheTopic},
 		{"drain refuses", testWatermillSQLDrainRefuses},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
+		t.Run(test.name, func(t *testing.T) { //nolint:paralleltest // see above
 			test.run(t, fixtureAt(t, pgtest.DatabaseOn(t, server)))
 		})
 	}
