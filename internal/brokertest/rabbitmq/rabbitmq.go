@@ -57,6 +57,27 @@ type Broker struct {
 	mu      sync.Mutex
 	topics  []string
 	refused map[string]bool // by topic
+	// declared is when a queue was last made.
+	declared time.Time
+}
+
+// metadataTime is how long the server may keep in memory what it was told of queues:
+// Erlang's disk_log writes after two seconds, and nothing says that it has. A server
+// that is killed sooner does not know a durable queue any more, and confirms what is
+// published to it all the same.
+const metadataTime = 3 * time.Second
+
+// Kill implements [brokertest.Broker]. It waits until queues are on disk.
+func (b *Broker) Kill(ctx context.Context) error {
+	b.mu.Lock()
+	wait := time.Until(b.declared.Add(metadataTime))
+	b.mu.Unlock()
+	select {
+	case <-time.After(wait):
+		return b.Base.Kill(ctx)
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 var _ brokertest.Broker = (*Broker)(nil)
@@ -232,6 +253,7 @@ func (b *Broker) queue(channel *amqp.Channel, topic string, refuses bool) error 
 		return fmt.Errorf("rabbitmq: make a queue for %s: %w", topic, err)
 	}
 	b.refused[topic] = refuses
+	b.declared = time.Now()
 	b.topics = append(b.topics, b.Queue(topic))
 	return nil
 }
