@@ -301,16 +301,10 @@ func (r Reader) toEnd(ctx context.Context, db Querier, pos Position) (Page, erro
 }
 
 func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error) {
-	bound := r.Seals.Of(pos.Era, pos.P)
-	sql, topics := r.statements(bound.Since)
 	end := r.scanTo(pos.Floor)
-	head, page, err := r.read(ctx, db, pos, openPage, sql.open, topics, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards(), end)
+	head, page, err := r.readRecent(ctx, db, pos, openPage, func(s statements) string { return s.open }, r.Group, pos.P.String(), pos.Floor, r.Limits.Rows, r.Limits.Bytes, r.Shard, r.shards(), end)
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
-	}
-	if !bound.Holds(page.Life, head.voids) {
-		r.Seals.Forget()
-		return r.open(ctx, db, pos)
 	}
 	c, err := ParseSnapshot(head.snapshot)
 	if err != nil {
@@ -341,18 +335,12 @@ func (r Reader) open(ctx context.Context, db Querier, pos Position) (Page, error
 }
 
 func (r Reader) main(ctx context.Context, db Querier, pos Position) (Page, error) {
-	bound := r.Seals.Of(pos.Era, pos.P)
-	sql, topics := r.statements(bound.Since)
 	after := max(pos.At, pos.Floor)
 	end := r.scanTo(after)
-	head, page, err := r.read(ctx, db, pos, plainPage, sql.main, topics, r.Group, r.Limits.Rows, r.Limits.Bytes,
+	head, page, err := r.readRecent(ctx, db, pos, plainPage, func(s statements) string { return s.main }, r.Group, r.Limits.Rows, r.Limits.Bytes,
 		after, min(end, pos.Top), pos.P.String(), pos.C.String(), r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
-	}
-	if !bound.Holds(page.Life, head.voids) {
-		r.Seals.Forget()
-		return r.main(ctx, db, pos)
 	}
 	switch full, last := head.full(r.Limits); {
 	case full:
@@ -380,15 +368,9 @@ func (r Reader) late(ctx context.Context, db Querier, pos Position) (Page, error
 		found = life
 		pos.lateXids = xids
 	}
-	bound := r.Seals.Of(pos.Era, pos.P)
-	sql, topics := r.statements(bound.Since)
-	head, page, err := r.read(ctx, db, pos, plainPage, sql.late, topics, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
+	head, page, err := r.readRecent(ctx, db, pos, plainPage, func(s statements) string { return s.late }, r.Group, r.Limits.Rows, r.Limits.Bytes, pos.At, pos.Floor, pos.lateXids, r.Shard, r.shards())
 	if err != nil || page.Life.Era != pos.Era {
 		return page, err
-	}
-	if !bound.Holds(page.Life, head.voids) {
-		r.Seals.Forget()
-		return r.late(ctx, db, pos)
 	}
 	if found != (Life{}) && found != page.Life {
 		// The server changed in between; the caller drops a page of another life.
@@ -546,6 +528,22 @@ func (h header) full(limits Limits) (bool, Row) {
 }
 
 var steps = map[int]Step{1: Late, 2: Main, 3: Past, 4: Idle}
+
+// readRecent is read for the statements that may leave out what is old. If one was
+// not right to, it reads again without leaving anything out. The topics come before
+// args.
+func (r Reader) readRecent(ctx context.Context, db Querier, pos Position, kind pageKind, of func(statements) string, args ...any) (header, Page, error) {
+	bound := r.Seals.Of(pos.Era, pos.P)
+	for {
+		sql, topics := r.statements(bound.Since)
+		head, page, err := r.read(ctx, db, pos, kind, of(sql), append([]any{topics}, args...)...)
+		if err != nil || page.Life.Era != pos.Era || bound.Holds(page.Life, head.voids) {
+			return head, page, err
+		}
+		r.Seals.Forget()
+		bound = Bound{}
+	}
+}
 
 // read runs a query that returns a header and rows. If the server belongs to
 // another era than pos, the page has no rows and ends in the new era.
