@@ -44,23 +44,24 @@ func Grants(cfg Config, roles Roles) (string, error) {
 	var b strings.Builder
 	b.WriteString("BEGIN;\n")
 	for _, part := range strings.Split(grantsText, "-- part: ")[1:] {
-		name, text, _ := strings.Cut(part, "\n")
-		role, known := sections[name]
-		if !known {
-			return "", fmt.Errorf("schema: grants.sql has an unknown part %q", name)
+		names, text, _ := strings.Cut(part, "\n")
+		for _, name := range strings.Fields(names) {
+			role, known := sections[name]
+			if !known {
+				return "", fmt.Errorf("schema: grants.sql has an unknown part %q", name)
+			}
+			if role == "" {
+				continue
+			}
+			if len(role) > maxIdentifierBytes || strings.ContainsRune(role, 0) {
+				return "", fmt.Errorf("schema: the name of the %s role %q is not a valid identifier", name, role)
+			}
+			b.WriteString("\n-- " + name + "\n" + fill(cfg.Name, text, map[string]string{
+				"role":           pgx.Identifier{role}.Sanitize(),
+				"role_literal":   quoteLiteral(role),
+				"role_commented": lineBreaks.Replace(pgx.Identifier{role}.Sanitize()),
+			}))
 		}
-		if role == "" {
-			continue
-		}
-		if len(role) > maxIdentifierBytes || strings.ContainsRune(role, 0) {
-			return "", fmt.Errorf("schema: the name of the %s role %q is not a valid identifier", name, role)
-		}
-		text = fill(cfg.Name, text, map[string]string{
-			"role":           pgx.Identifier{role}.Sanitize(),
-			"role_literal":   quoteLiteral(role),
-			"role_commented": lineBreaks.Replace(pgx.Identifier{role}.Sanitize()),
-		})
-		b.WriteString("\n-- " + name + "\n" + text)
 	}
 	b.WriteString("\nCOMMIT;\n")
 	return b.String(), nil

@@ -1,4 +1,4 @@
--- The least each part needs. The first words of a part's line name it.
+-- The least each part needs. A part's line names it, or those that share it.
 
 -- part: all
 REVOKE ALL ON SCHEMA outbox FROM PUBLIC;
@@ -73,16 +73,6 @@ GRANT INSERT, UPDATE, DELETE ON outbox.deferred, outbox.dead_letters TO :role;
 GRANT INSERT ON outbox.dead_letter_log, outbox.group_log TO :role;
 GRANT INSERT (topic, key, uuid, metadata, payload, target_group, attempt) ON outbox.messages TO :role;
 GRANT EXECUTE ON FUNCTION outbox.era(), outbox.shard(text, bigint, integer) TO :role;
--- Upkeep: the functions do with the owner's rights what only the owner may, and
--- each looks whether its step loses anything.
-GRANT EXECUTE ON FUNCTION
-    outbox.upkeep_begin(text, double precision, double precision), outbox.upkeep_end(text, boolean), outbox.upkeep_sync(),
-    outbox.upkeep_passed(timestamptz), outbox.upkeep_width(), outbox.upkeep_ranges(), outbox.upkeep_make(timestamptz, timestamptz), outbox.upkeep_guard(timestamptz, timestamptz),
-    outbox.upkeep_validate(), outbox.upkeep_unguard(), outbox.upkeep_seal(text, double precision), outbox.upkeep_strays(text, integer),
-    outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
-    outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
-    outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
-    outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_bury(text[], bigint[]), outbox.upkeep_note(text, text) TO :role;
 -- To read the WAL the role that logs in needs REPLICATION besides. That lets it
 -- copy the whole server, so it is not for this script to give: a superuser runs
 -- the first line, or on Amazon RDS a member of rds_superuser the second.
@@ -96,6 +86,8 @@ GRANT EXECUTE ON FUNCTION
 -- Reading, for archives and for what is to be told. All else is done by functions.
 GRANT USAGE ON SCHEMA outbox TO :role;
 GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
+
+-- part: consumer upkeep
 -- Upkeep: the functions do with the owner's rights what only the owner may, and
 -- each looks whether its step loses anything.
 GRANT EXECUTE ON FUNCTION
