@@ -99,10 +99,12 @@ func TestProxyRefuses(t *testing.T) {
 	addr, _ := echo(t)
 	p := newProxy(t, addr)
 	old, reader := dialTest(t, p.Addr())
+	_, err := say(t, old, reader, "here") // so that the proxy has it, and not only the system
+	require.NoError(t, err)
 	for range 2 {
 		require.NoError(t, p.RefuseNew(true))
 	}
-	_, err := new(net.Dialer).DialContext(t.Context(), "tcp", p.Addr())
+	_, err = new(net.Dialer).DialContext(t.Context(), "tcp", p.Addr())
 	require.ErrorIs(t, err, syscall.ECONNREFUSED)
 	_, err = say(t, old, reader, "still here")
 	require.NoError(t, err)
