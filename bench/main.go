@@ -53,6 +53,7 @@ var scenarios = []scenario{
 	{"poison", "what other keys still do while one message is always nacked", false, poisonScenario},
 	{"forward", "messages forwarded per second to JetStream, against Watermill's own Forwarder and against publishing directly", false, forwardScenario},
 	{"soak", "half an hour at 2,000 messages a second with partitions of a minute: what is lost, grows, or makes writers wait", true, soakScenario},
+	{"spare", "a million rows in the DEFAULT partition when upkeep begins: how long it takes, and who waits for it", true, spareScenario},
 	{"idle", "statements and CPU of an idle process with 1 and with 50 topics", false, idleScenario},
 }
 
