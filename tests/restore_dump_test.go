@@ -23,9 +23,9 @@ func TestRestoreIntoAnotherCluster(t *testing.T) {
 		t.Run(format, func(t *testing.T) {
 			t.Parallel()
 
-			old, _ := newOwnFixture(t, pgtest.Options{})
+			old, _ := newOwnFixture(t, dumping)
 			packed := old.pack()
-			moved := emptyCluster(t)
+			moved := emptyCluster(t, dumping)
 			restore(old, moved)
 			require.NotEqual(t, old.era(t), moved.era(t))
 			lacks := []string{}
@@ -48,7 +48,7 @@ func TestRestoreWhatWasDumpedUnderLoad(t *testing.T) {
 		t.Run(format, func(t *testing.T) {
 			t.Parallel()
 
-			old, _ := newOwnFixture(t, pgtest.Options{})
+			old, _ := newOwnFixture(t, dumping)
 			publisher := old.publisher(outbox.PublisherConfig{})
 			consumer := old.consumer(nil)
 			_, messages := old.subscribe(consumer, outbox.SubscriberConfig{PageSize: 5, Ordering: outbox.OrderingByKey, MaxInFlight: 3}, "topic")
@@ -88,7 +88,7 @@ func TestRestoreWhatWasDumpedUnderLoad(t *testing.T) {
 				}
 			})
 			await(t, half)
-			moved := emptyCluster(t)
+			moved := emptyCluster(t, dumping)
 			restore(old, moved)
 			close(stop)
 			running.Wait()
@@ -140,11 +140,11 @@ func TestRestoreWhatWasDumpedUnderLoad(t *testing.T) {
 func TestRestoreAgainAndAgain(t *testing.T) {
 	t.Parallel()
 
-	at, _ := newOwnFixture(t, pgtest.Options{})
+	at, _ := newOwnFixture(t, dumping)
 	var rest, all []*message.Message
 	for move := range 3 {
 		if move > 0 {
-			next := emptyCluster(t)
+			next := emptyCluster(t, dumping)
 			dumpFormats["custom"](at, next)
 			at = next
 		}
@@ -179,8 +179,8 @@ func TestRestoreThereAndBack(t *testing.T) {
 		t.Run(fmt.Sprint(shards, " shards"), func(t *testing.T) {
 			t.Parallel()
 
-			first, server := newOwnFixture(t, pgtest.Options{})
-			second := emptyCluster(t)
+			first, server := newOwnFixture(t, dumping)
+			second := emptyCluster(t, dumping)
 			back := &fixture{t: t, url: pgtest.DatabaseOn(t, server)}
 			back.pool = pgtest.Pool(t, back.url)
 			restore := dumpFormats["custom"]
@@ -234,7 +234,7 @@ func TestRestoreBesideTheOriginal(t *testing.T) {
 		t.Run(format, func(t *testing.T) {
 			t.Parallel()
 
-			original, server := newOwnFixture(t, pgtest.Options{})
+			original, server := newOwnFixture(t, dumping)
 			packed := original.pack()
 			duplicate := &fixture{t: t, url: pgtest.DatabaseOn(t, server)}
 			duplicate.pool = pgtest.Pool(t, duplicate.url)
@@ -261,7 +261,7 @@ func numbersOf(sent, messages []*message.Message) []int {
 func TestRestoreAfterReshard(t *testing.T) {
 	t.Parallel()
 
-	first, _ := newOwnFixture(t, pgtest.Options{})
+	first, _ := newOwnFixture(t, dumping)
 	sent := keyed(18)
 	require.NoError(t, first.publisher(outbox.PublisherConfig{}).Publish("topic", sent[:6]...))
 	consumer := first.consumer(nil)
@@ -269,7 +269,7 @@ func TestRestoreAfterReshard(t *testing.T) {
 	requireNext(t, messages, sent[:3]...)
 	require.NoError(t, consumer.Close())
 
-	second := emptyCluster(t)
+	second := emptyCluster(t, dumping)
 	dumpFormats["custom"](first, second)
 	require.NoError(t, second.publisher(outbox.PublisherConfig{}).Publish("topic", sent[6:12]...))
 	consumer = second.consumer(nil)
@@ -280,7 +280,7 @@ func TestRestoreAfterReshard(t *testing.T) {
 	require.Equal(t, 2, second.number("SELECT count(*) FROM outbox.cursors WHERE shards = 2"))
 	require.NoError(t, consumer.Close())
 
-	third := emptyCluster(t)
+	third := emptyCluster(t, dumping)
 	dumpFormats["custom"](second, third)
 	require.NoError(t, third.publisher(outbox.PublisherConfig{}).Publish("topic", sent[12:]...))
 	_, messages = third.subscribe(third.consumer(nil), outbox.SubscriberConfig{}, "topic")

@@ -32,6 +32,9 @@ func (f *fixture) runProgram(name string, args ...string) string {
 	return output.String()
 }
 
+// dumping is of servers that can be dumped and restored by programs beside them.
+var dumping = pgtest.Options{Programs: []string{"pg_dump", "pg_restore", "psql"}}
+
 // dumpFormats are the ways in which a database is dumped and restored.
 var dumpFormats = map[string]func(from, to *fixture){
 	"plain SQL": func(from, to *fixture) {
@@ -53,9 +56,9 @@ var dumpFormats = map[string]func(from, to *fixture){
 }
 
 // emptyCluster is the empty database of another cluster.
-func emptyCluster(t *testing.T) *fixture {
+func emptyCluster(t *testing.T, options pgtest.Options) *fixture {
 	t.Helper()
-	server := pgtest.Own(t, pgtest.Options{})
+	server := pgtest.Own(t, options)
 	return &fixture{t: t, url: server.URL(), pool: pgtest.Pool(t, server.URL())}
 }
 

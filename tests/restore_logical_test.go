@@ -29,7 +29,7 @@ func TestRestoreByLogicalReplication(t *testing.T) {
 	t.Parallel()
 
 	old, _ := newOwnFixture(t, pgtest.Options{})
-	moved := fixtureAt(t, emptyCluster(t).url)
+	moved := fixtureAt(t, emptyCluster(t, pgtest.Options{}).url)
 	// Replication begins in the middle of things.
 	early := keyed(5)
 	require.NoError(t, old.publisher(outbox.PublisherConfig{}).Publish("early", early...))

@@ -22,12 +22,13 @@ import (
 func TestRestoreByUpgrade(t *testing.T) {
 	t.Parallel()
 
-	old, from := newOwnFixture(t, pgtest.Options{})
+	options := pgtest.Options{Programs: []string{"pg_upgrade"}}
+	old, from := newOwnFixture(t, options)
 	packed := old.pack()
 	bin := filepath.Dir(old.programPath("pg_upgrade"))
 	era := old.era(t)
 	old.pool.Close()
-	to := pgtest.Own(t, pgtest.Options{})
+	to := pgtest.Own(t, options)
 	require.NoError(t, from.Shutdown(context.Background(), pgtest.Fast))
 	require.NoError(t, to.Shutdown(context.Background(), pgtest.Fast))
 

@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 )
 
@@ -86,6 +87,30 @@ func (f finder) find(ctx context.Context) (string, error) {
 		}
 		return filepath.Abs(f.explicit)
 	}
+	if dir, err := f.installed(fits); dir != "" || err != nil {
+		return dir, err
+	}
+	return f.download(ctx, major)
+}
+
+// findWith returns a folder that has other programs, too. Downloads lack them, so
+// where what find returns is one it is another one on this machine, of whatever
+// version.
+func (f finder) findWith(ctx context.Context, programs []string) (string, error) {
+	dir, err := f.find(ctx)
+	if err != nil || checkPrograms(dir, programs...) == nil {
+		return dir, err
+	}
+	other, err := f.installed(func(dir string) bool { return checkPrograms(dir, programs...) == nil })
+	if err == nil && other == "" {
+		err = fmt.Errorf("pgtest: no PostgreSQL on this machine has %s, which a test needs; install one (Debian: apt-get install postgresql)", strings.Join(programs, " and "))
+	}
+	return other, err
+}
+
+// installed returns the first folder on PATH that fits, or else the newest of a
+// distribution that does, or else "".
+func (f finder) installed(fits func(dir string) bool) (string, error) {
 	for _, dir := range f.path {
 		if !filepath.IsAbs(dir) || !fits(dir) {
 			continue
@@ -114,12 +139,13 @@ func (f finder) find(ctx context.Context) (string, error) {
 		slices.SortStableFunc(found, func(a, b string) int { return compareVersions(folderVersion(b), folderVersion(a)) })
 		return found[0], nil
 	}
-	return f.download(ctx, major)
+	return "", nil
 }
 
-// checkPrograms returns an error if dir lacks a program that every server needs.
-func checkPrograms(dir string) error {
-	for _, name := range []string{"initdb", "postgres"} {
+// checkPrograms returns an error if dir lacks a program that every server needs, or
+// one of others.
+func checkPrograms(dir string, others ...string) error {
+	for _, name := range append([]string{"initdb", "postgres"}, others...) {
 		info, err := os.Stat(filepath.Join(dir, name))
 		if err != nil {
 			return err

@@ -69,6 +69,37 @@ func TestFind(t *testing.T) {
 	}
 }
 
+// What has the programs is taken though it is of another version, and only if what
+// is wanted lacks them.
+func TestFindWith(t *testing.T) {
+	t.Parallel()
+	root, err := filepath.EvalSymlinks(t.TempDir())
+	require.NoError(t, err)
+	downloaded := versionedPrograms(t, filepath.Join(root, "cache", "18"), "18.4")
+	for _, version := range []string{"14", "15", "16"} {
+		dir := versionedPrograms(t, filepath.Join(root, version, "bin"), version+".1")
+		if version != "16" {
+			require.NoError(t, os.WriteFile(filepath.Join(dir, "pg_dump"), nil, 0o755))
+		}
+	}
+	f := finder{globs: []string{filepath.Join(root, "*", "bin")}, download: func(context.Context, int) (string, error) { return downloaded, nil }}
+	for version, want := range map[string]string{"14": "14/bin", "15": "15/bin", "16": "15/bin", "18": "15/bin"} {
+		f.version = version
+		got, err := f.findWith(t.Context(), []string{"pg_dump"})
+		require.NoError(t, err)
+		require.Equal(t, filepath.Join(root, want), got, version)
+	}
+	f.version = "18"
+	got, err := f.findWith(t.Context(), nil)
+	require.NoError(t, err)
+	require.Equal(t, downloaded, got)
+	_, err = f.findWith(t.Context(), []string{"pg_dump", "pg_upgrade"})
+	require.ErrorContains(t, err, "no PostgreSQL on this machine has pg_dump and pg_upgrade")
+	f.explicit = root
+	_, err = f.findWith(t.Context(), []string{"pg_dump"})
+	require.ErrorContains(t, err, EnvPostgresBin)
+}
+
 func TestCheckPrograms(t *testing.T) {
 	t.Parallel()
 	dir := fakePrograms(t, t.TempDir())

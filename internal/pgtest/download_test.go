@@ -71,7 +71,7 @@ func jarOf(t *testing.T, bin string) []byte {
 		}
 	}
 	if root != "/usr" {
-		for _, pattern := range []string{"lib/*.so", "lib/*.dylib", "lib/postgresql/*.so", "lib/postgresql/*.dylib"} {
+		for _, pattern := range []string{"lib/*.so", "lib/*.so.*", "lib/*.dylib", "lib/postgresql/*.so", "lib/postgresql/*.dylib"} {
 			found, err := filepath.Glob(filepath.Join(root, pattern))
 			require.NoError(t, err)
 			for _, path := range found {

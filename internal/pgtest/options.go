@@ -21,6 +21,12 @@ type Options struct {
 	// it. A crash of the server alone (Kill, Immediate) loses nothing either
 	// way. Defaults to false.
 	Durable bool
+
+	// Programs must be in the folder of the server's, such as pg_dump. Downloaded
+	// servers have none but their own; where OUTBOX_POSTGRES_VERSION leads to one
+	// of them, the server is another one that is installed, of whatever version.
+	// Defaults to none.
+	Programs []string
 }
 
 // defaultSettings suit a server that many test binaries' worth of connections,

@@ -32,6 +32,7 @@ func TestNormalUser(t *testing.T) {
 	t.Parallel()
 	tmp := openFolder(t)
 	cmd, stderr := helperCommand(t, "running", tmp)
+	cmd.Env = append(cmd.Env, EnvPostgresBin+"="+programs(t)) // another user has another cache
 	uid := os.Geteuid()
 	if uid == 0 {
 		nobody, err := user.Lookup("nobody")

@@ -121,7 +121,7 @@ func startWith(ctx context.Context, f finder, o Options) (*Server, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	bin, err := f.find(ctx)
+	bin, err := f.findWith(ctx, o.Programs)
 	if err != nil {
 		return nil, err
 	}
