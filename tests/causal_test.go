@@ -46,7 +46,7 @@ func testCausalDelivery(t *testing.T, f *fixture, mode outbox.Mode) {
 		c.PollInterval, c.Mode, c.LiveBytes = 3*time.Millisecond, mode, outbox.MinLiveBytes
 	})
 	seed := uint64(number("OUTBOX_TEST_SEED", int(time.Now().UnixNano())))
-	duration := time.Duration(number("OUTBOX_TEST_SECONDS", 8)) * time.Second
+	duration := time.Duration(number("OUTBOX_TEST_SECONDS", 5)) * time.Second
 
 	writing, cancel := context.WithTimeout(t.Context(), duration)
 	defer cancel()

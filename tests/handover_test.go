@@ -31,8 +31,9 @@ func TestHandOverOnClose(t *testing.T) {
 		"close the consumer":   func(t *testing.T, s subscription) { require.NoError(t, s.consumer.Close()) },
 		"end the context": func(t *testing.T, s subscription) {
 			s.cancel()
-			_, open := <-s.messages
-			require.False(t, open)
+			for msg := range s.messages { // that was on its way
+				msg.Nack()
+			}
 		},
 	}
 	for name, end := range ways {

@@ -34,7 +34,7 @@ func TestLiveReader(t *testing.T) {
 	seed := uint64(number("OUTBOX_TEST_SEED", int(time.Now().UnixNano())))
 	r := newLiveReader(t, f, topic, seed)
 
-	writing, cancel := context.WithTimeout(t.Context(), time.Duration(number("OUTBOX_TEST_SECONDS", 8))*time.Second)
+	writing, cancel := context.WithTimeout(t.Context(), time.Duration(number("OUTBOX_TEST_SECONDS", 5))*time.Second)
 	defer cancel()
 	stop := make(chan struct{})
 	done := make(chan struct{})

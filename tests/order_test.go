@@ -178,7 +178,7 @@ func TestOrderPerKey(t *testing.T) {
 			for range count {
 				r.start()
 			}
-			writing, cancel := context.WithTimeout(t.Context(), time.Duration(number("OUTBOX_TEST_SECONDS", 6))*time.Second)
+			writing, cancel := context.WithTimeout(t.Context(), time.Duration(number("OUTBOX_TEST_SECONDS", 4))*time.Second)
 			defer cancel()
 			written := make(chan struct{})
 			go func() {

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
@@ -277,7 +278,8 @@ func TestRestoreAfterReshard(t *testing.T) {
 	requireNext(t, messages, sent[3:9]...)
 	require.NoError(t, consumer.Reshard(t.Context(), "", "topic", 2))
 	second.requireAll(messages, "topic", sent[9:12]...)
-	require.Equal(t, 2, second.number("SELECT count(*) FROM outbox.cursors WHERE shards = 2"))
+	require.Eventually(t, func() bool { return second.number("SELECT count(*) FROM outbox.cursors WHERE shards = 2") == 2 },
+		waitFor, 10*time.Millisecond)
 	require.NoError(t, consumer.Close())
 
 	third := emptyCluster(t, dumping)
