@@ -27,7 +27,7 @@ type failure struct {
 
 	// accepted is how many messages the destination had taken when it failed last.
 	accepted uint64
-	// unproven counts the failures in a row of which only the error is known.
+	// unproven counts the failures of which only the error is known.
 	unproven int
 }
 
