@@ -23,8 +23,9 @@
 // # Tables
 //
 // They live in a schema of their own and are made by schema.Migrate, or by the
-// script that schema.SQL returns. Nothing here runs DDL; the constructors check
-// what is there and say what is missing.
+// script that schema.SQL returns. Publishing and reading run no DDL; the upkeep does,
+// by functions of the owner's. The constructors check what is there and say what is
+// missing.
 //
 // # Publishing
 //

@@ -84,10 +84,12 @@ type MaintenanceConfig struct {
 	// with the columns era, id, xid, topic, key, uuid, metadata, payload, created_at,
 	// target_group and attempt. It must read to the end (ErrArchiveNotRead). With an
 	// error the partition stays, and is tried again at the next pass. It may be given
-	// a partition more than once, as after a crash. Meanwhile a transaction is open,
-	// and the rest of the upkeep waits. The DEFAULT partition is not archived. The
-	// context ends with the Consumer or Maintenance, or when another process takes
-	// over.
+	// a partition more than once, as after a crash, or with what came into it after it
+	// was emptied (SealedAt tells these apart). Of the DEFAULT partition it is given
+	// what is about to be deleted, again and again while messages come there; that
+	// reads the whole log. Meanwhile a transaction is open, and the rest of the upkeep
+	// waits. The context ends with the Consumer or Maintenance, or when another
+	// process takes over.
 	Archive func(ctx context.Context, partition PartitionStatus, content io.Reader) error
 }
 
@@ -236,7 +238,19 @@ func (s *upkeepSession) CopyTo(ctx context.Context, w io.Writer, sql string) err
 		}
 		s.conn = conn
 	}
-	_, err := s.conn.PgConn().CopyTo(ctx, w, sql)
+	server := s.conn.PgConn()
+	if s.transactions {
+		if _, err := server.Exec(ctx, beginText+"; "+transactionSettings).ReadAll(); err != nil {
+			return err
+		}
+	}
+	_, err := server.CopyTo(ctx, w, sql)
+	if s.transactions {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
+		defer cancel()
+		_, ended := server.Exec(ctx, commitText).ReadAll() // of one that has failed it is a rollback
+		err = errors.Join(err, ended)
+	}
 	return err
 }
 

@@ -21,6 +21,10 @@ const (
 	PartitionSealed PartitionState = "sealed"
 	// PartitionFreed: it is empty, and about to be dropped.
 	PartitionFreed PartitionState = "freed"
+	// PartitionDetached: somebody else detached it, and groups go past what is in
+	// it. Nothing of it is removed, though it be attached again, until its state is
+	// set to open in the table partitions; Problems says what to do.
+	PartitionDetached PartitionState = "detached"
 )
 
 // MaintenanceStatus says how the upkeep stands, as this process saw it the last

@@ -57,7 +57,14 @@ func soakScenario(ctx context.Context, b *bench) error {
 			return err
 		}
 	}
+	waits, err := watchLockWaits(ctx, s.database)
+	if err != nil {
+		return err
+	}
 	_, err = b.turn(ctx, b.scenario, contender{run: func(ctx context.Context) (float64, error) { return 0, s.run(ctx) }})
+	var logErr error
+	s.waits, s.waitsKnown, logErr = waits.end(ctx, soakWriterName)
+	err = errors.Join(err, logErr)
 	if s.database.server.Owned() {
 		reset := context.WithoutCancel(ctx)
 		err = errors.Join(err, s.database.configure(reset, "RESET autovacuum", "RESET autovacuum_naptime"))
@@ -86,6 +93,10 @@ type soak struct {
 	// in which the group had its messages from the WAL.
 	rate float64
 	live series
+	// waits are those of more than soakMaxWait that the server has logged, if it could
+	// be asked to.
+	waits      int
+	waitsKnown bool
 }
 
 func newSoak(ctx context.Context, b *bench) (*soak, error) {
@@ -191,6 +202,9 @@ func (s *soak) report() error {
 	s.growth("dead rows of other tables, likewise", "", 1, func(m soakSample) float64 { return m.deadInOther }, dead)
 
 	add("longest wait of a writer for a lock because of upkeep", "ms", s.watch.byUpkeep, maxValue(soakMaxWait))
+	if s.waitsKnown {
+		add(fmt.Sprintf("waits of writers for a table of more than %d ms, by the server's log", soakMaxWait), "", float64(s.waits), maxValue(0))
+	}
 	if s.watch.culprit != "" {
 		s.logf("the longest wait because of upkeep was for: %s", s.watch.culprit)
 	}

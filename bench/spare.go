@@ -47,10 +47,19 @@ func spareScenario(ctx context.Context, b *bench) error {
 	if err := s.neglect(ctx); err != nil {
 		return err
 	}
-	if _, err := b.turn(ctx, b.scenario, contender{run: func(ctx context.Context) (float64, error) { return 0, s.run(ctx) }}); err != nil {
+	waits, err := watchLockWaits(ctx, d)
+	if err != nil {
+		return err
+	}
+	_, err = b.turn(ctx, b.scenario, contender{run: func(ctx context.Context) (float64, error) { return 0, s.run(ctx) }})
+	long, known, logErr := waits.end(ctx, soakWriterName)
+	if err := errors.Join(err, logErr); err != nil {
 		return err
 	}
 	s.report()
+	if known {
+		s.add(newFigure(s.scenario, fmt.Sprintf("waits of writers for a table of more than %d ms, by the server's log", soakMaxWait), "", series{float64(long)}, nil, maxValue(0)))
+	}
 	return nil
 }
 

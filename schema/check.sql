@@ -113,13 +113,17 @@ WHERE r.relkind = 'r' AND r.relpersistence = 'p'
     AND NOT CASE r.relreplident WHEN 'f' THEN true WHEN 'd' THEN k.found WHEN 'i' THEN k.chosen ELSE false END
 
 UNION ALL
-SELECT 'warning', 'table messages', 'no partition for now', 'a partition for each interval up to the look-ahead',
-       'run the upkeep; until then messages go into the DEFAULT partition, from where they are delivered as usual'
+SELECT 'warning', 'table messages', CASE WHEN ranges.now THEN 'the last partition is that of now' ELSE 'no partition for now' END,
+       'a partition for each interval up to the look-ahead',
+       'run the upkeep; until then messages without a partition go into the DEFAULT one, from where they are delivered as usual'
 FROM relation t
-WHERE t.relname = 'messages' AND NOT EXISTS (
-    SELECT FROM partition p,
+CROSS JOIN LATERAL (
+    SELECT coalesce(bool_or(b[1]::timestamptz <= now() AND now() < b[2]::timestamptz), false) AS now,
+        coalesce(bool_or(now() < b[1]::timestamptz OR b[2]::timestamptz = 'infinity'), false) AS next
+    FROM partition p,
         LATERAL regexp_match(pg_catalog.pg_get_expr(p.relpartbound, p.oid), $re$FROM \('(.*)'\) TO \('(.*)'\)$re$) b
-    WHERE b[1]::timestamptz <= now() AND now() < b[2]::timestamptz)
+) AS ranges
+WHERE t.relname = 'messages' AND NOT (ranges.now AND ranges.next)
 
 UNION ALL
 SELECT 'warning', 'setting synchronous_commit', 'off', 'on',

@@ -49,7 +49,9 @@ type Config struct {
 
 	// LookAhead is how far ahead of now partitions exist, in whole seconds. A
 	// message that finds no partition goes into the DEFAULT one, so too short
-	// a value loses nothing but costs upkeep. Defaults to DefaultLookAhead.
+	// a value loses nothing but costs upkeep, which makes those of the next three
+	// intervals at least. The first that is made begins one to two intervals from
+	// now. Defaults to DefaultLookAhead.
 	LookAhead time.Duration
 }
 

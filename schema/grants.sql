@@ -93,8 +93,8 @@ GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO :role;
 GRANT EXECUTE ON FUNCTION
     outbox.upkeep_begin(text, double precision, double precision), outbox.upkeep_end(text, boolean), outbox.upkeep_sync(),
     outbox.upkeep_passed(timestamptz), outbox.upkeep_width(), outbox.upkeep_ranges(), outbox.upkeep_make(timestamptz, timestamptz), outbox.upkeep_guard(timestamptz, timestamptz),
-    outbox.upkeep_validate(), outbox.upkeep_unguard(), outbox.upkeep_seal(text, double precision), outbox.upkeep_strays(text, integer),
+    outbox.upkeep_validate(), outbox.upkeep_unguard(), outbox.upkeep_seal(text, double precision), outbox.upkeep_strays(text, integer), outbox.upkeep_identify(text),
     outbox.upkeep_look(text, double precision), outbox.upkeep_archived(text, pg_snapshot),
     outbox.upkeep_free(text, double precision, double precision, boolean), outbox.upkeep_drop(text),
-    outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, integer),
+    outbox.upkeep_delete(text, bigint, bigint, double precision, double precision, boolean, integer),
     outbox.upkeep_sweep(text, double precision, integer), outbox.upkeep_bury(text[], bigint[]), outbox.upkeep_note(text, text) TO :role;

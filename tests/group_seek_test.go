@@ -672,3 +672,56 @@ func TestSeekRefusals(t *testing.T) {
 	require.NoError(t, err)
 	require.Zero(t, seek4.Again)
 }
+
+// A process has the cursor of an earlier number of shards, and a message of it, when
+// the group is moved. Others must not begin with its successors before it has
+// stopped: two would have messages of one key at once.
+func TestSeekLetsWhoeverEndsAShardStopFirst(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	publisher := f.publisher(outbox.PublisherConfig{})
+	sent := keyed(9)
+	require.NoError(t, publisher.Publish("topic", sent...))
+	first := f.consumer(nil)
+	subscriber, messages := f.subscribe(first, outbox.SubscriberConfig{PageSize: 2}, "topic")
+	requireNext(t, messages, sent[:3]...)
+	require.NoError(t, subscriber.Close())
+	require.NoError(t, first.Reshard(t.Context(), "", "topic", 2))
+	_, messages = f.subscribe(first, outbox.SubscriberConfig{PageSize: 2}, "topic")
+	handled := nextMessage(t, messages)
+	require.Equal(t, sent[3].UUID, handled.UUID)
+	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.cursors WHERE until IS NOT NULL AND holder IS NOT NULL"))
+
+	second := f.consumer(nil)
+	_, others := f.subscribe(second, outbox.SubscriberConfig{PageSize: 2}, "topic")
+	seek(t, second, outbox.SeekEarliest(), outbox.SeekOptions{})
+	await(t, handled.Context().Done())
+	select {
+	case msg := <-others:
+		require.FailNow(t, "another process has begun", msg.UUID)
+	default:
+	}
+	require.Equal(t, 0, f.number("SELECT count(*)::int FROM outbox.cursors WHERE until IS NULL AND holder IS NOT NULL"))
+	handled.Ack()
+	// All comes again, each key in its order; from either process.
+	got := map[string]int{}
+	last := map[string]int{}
+	for len(got) < len(sent) {
+		var msg *message.Message
+		select {
+		case msg = <-messages:
+		case msg = <-others:
+		case <-time.After(waitFor):
+			require.FailNow(t, "messages missing", "%d", len(got))
+		}
+		require.True(t, msg.Ack())
+		n, key := indexOf(sent, msg.UUID), msg.Metadata.Get(outbox.DefaultKeyMetadata)
+		require.GreaterOrEqual(t, n, last[key], "order of %s", key)
+		last[key] = n
+		got[msg.UUID]++
+	}
+	for uuid, n := range got {
+		require.Equal(t, 1, n, uuid)
+	}
+}

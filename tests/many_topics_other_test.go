@@ -20,7 +20,7 @@ func (f *fixture) cursorOf(t *testing.T, pattern string, others ...string) {
 	t.Helper()
 	tx, err := f.pool.Begin(t.Context())
 	require.NoError(t, err)
-	defer func() { _ = tx.Rollback(context.Background()) }() // after a commit it does nothing
+	defer func() { _ = tx.Rollback(context.Background()) }()                                        // after a commit it does nothing
 	statements := append([]string{"LOCK TABLE outbox.cursors IN ACCESS EXCLUSIVE MODE"}, others...) // not raised to that later: a deadlock
 	for _, statement := range append(statements, "DELETE FROM outbox.cursors", "ALTER TABLE outbox.cursors ALTER COLUMN epoch SET DEFAULT 0") {
 		_, err = tx.Exec(t.Context(), f.sql(statement))

@@ -4,9 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net/url"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -599,4 +602,52 @@ func TestPoolerRowSecurity(t *testing.T) {
 	f.exec("ALTER TABLE outbox.messages DISABLE ROW LEVEL SECURITY")
 	requireNext(t, messages, sent[2:]...)
 	require.NoError(t, consumer.Close())
+}
+
+// Nor does an archive lack what a policy hides, of a partition that is emptied next.
+func TestPoolerRowSecurityOfTheArchive(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	role := f.role("consumer")
+	f.grant(schema.Roles{Consumer: role})
+	server := newPooler(t, f.urlAs(role), 3, true)
+	through, err := url.Parse(f.url)
+	require.NoError(t, err)
+	through.Host = server.listener.Addr().String()
+	p := &pooled{fixture: f, through: through.String()}
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1", "2", "3")
+
+	var archived atomic.Pointer[string]
+	consumer := p.consumer(func(c *outbox.ConsumerConfig) {
+		c.Maintenance = outbox.MaintenanceConfig{
+			Interval: outbox.MinMaintenanceInterval, Retention: time.Second, SealDelay: time.Nanosecond,
+			Archive: func(_ context.Context, p outbox.PartitionStatus, in io.Reader) error {
+				content, err := io.ReadAll(in)
+				if text := string(content); err == nil && p.Name == name {
+					archived.Store(&text)
+					err = errors.New("not yet")
+				}
+				return err
+			},
+		}
+	})
+	_, messages := f.subscribe(consumer, outbox.SubscriberConfig{}, "orders")
+	receive(t, messages, 3)
+	require.Eventually(t, func() bool {
+		part := partitionOf(consumer.Status().Maintenance, name)
+		return part != nil && part.State == outbox.PartitionSealed
+	}, waitFor, 5*time.Millisecond)
+	f.insertAt(f.pool, "orders", time.Now(), "one more") // the position goes beyond the seal
+	receive(t, messages, 1)
+	problem := func(text string) func() bool {
+		return func() bool { return strings.Contains(problems(consumer.Status().Maintenance), text) }
+	}
+	require.Eventually(t, problem("not yet"), waitFor, 5*time.Millisecond)
+	require.Equal(t, 4, strings.Count(*archived.Load(), "\n"))
+	f.exec("ALTER TABLE outbox.messages ENABLE ROW LEVEL SECURITY")
+	require.Eventually(t, problem("row-level security"), waitFor, 5*time.Millisecond)
+	require.Equal(t, 4, strings.Count(*archived.Load(), "\n"))
+	require.Equal(t, 3, f.rowsOf(name))
 }

@@ -19,6 +19,7 @@ FROM (
     SELECT %[1]s || '.deferred' AS name, max(id) AS last FROM outbox.deferred
     UNION ALL SELECT %[1]s || '.dead_letters', max(id) FROM outbox.dead_letters
     UNION ALL SELECT %[1]s || '.dead_letter_log', max(id) FROM outbox.dead_letter_log
+    UNION ALL SELECT %[1]s || '.group_log', max(id) FROM outbox.group_log
 ) AS t
 WHERE t.last IS NOT NULL`
 
@@ -39,7 +40,7 @@ func TestRestoreByLogicalReplication(t *testing.T) {
 	require.NoError(t, consumer.Close())
 
 	old.exec(`CREATE PUBLICATION move_log FOR TABLE outbox.messages WITH (publish = 'insert', publish_via_partition_root = true)`)
-	old.exec(`CREATE PUBLICATION move_rest FOR TABLE outbox.cursors, outbox.deferred, outbox.dead_letters, outbox.dead_letter_log, outbox.inbox`)
+	old.exec(`CREATE PUBLICATION move_rest FOR TABLE outbox.cursors, outbox.deferred, outbox.dead_letters, outbox.dead_letter_log, outbox.group_log, outbox.inbox`)
 	moved.execRaw("CREATE SUBSCRIPTION move CONNECTION '" + strings.ReplaceAll(old.url, "'", "''") + "' PUBLICATION move_log, move_rest")
 	packed := old.pack()
 	// Nobody writes to the old one any more; the new one is to have all of it.

@@ -160,6 +160,13 @@ func differenceCases(partitions []string) map[string]differenceCase {
 			object:   "table messages", found: "no partition for now", want: "a partition", remedy: "delivered as usual",
 			repair: "CREATE TABLE outbox.now PARTITION OF outbox.messages FOR VALUES FROM ('-infinity') TO ('infinity')",
 		},
+		"no partition for what comes": {
+			spoil: "ALTER TABLE outbox.messages DETACH PARTITION outbox." + strings.Join(partitions, "; ALTER TABLE outbox.messages DETACH PARTITION outbox.") +
+				"; CREATE TABLE outbox.now PARTITION OF outbox.messages FOR VALUES FROM ('-infinity') TO ('2999-01-01')",
+			severity: schema.SeverityWarning,
+			object:   "table messages", found: "the last partition is that of now", want: "a partition", remedy: "run the upkeep",
+			repair: "CREATE TABLE outbox.next PARTITION OF outbox.messages FOR VALUES FROM ('2999-01-01') TO ('infinity')",
+		},
 	}
 	for _, table := range []string{"messages", "messages_default", "cursors", "processes", "deferred", "dead_letters", "inbox", "boot"} {
 		cases["no table "+table] = differenceCase{

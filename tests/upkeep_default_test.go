@@ -2,7 +2,10 @@ package tests
 
 import (
 	"context"
+	"encoding/csv"
+	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"sync"
 	"testing"
@@ -56,6 +59,58 @@ func TestDefaultPartitionIsCleared(t *testing.T) {
 	})
 }
 
+// What goes from the DEFAULT partition is given to the archive first, and stays while
+// that fails. One call deletes no more than a thousand rows, whatever it is asked for.
+func TestDefaultPartitionIsArchived(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	f.fillDefault("orders", 2500)
+	archived := map[string]int{}
+	fail := true
+	m := f.maintenance(func(c *outbox.MaintenanceConfig) {
+		c.Archive = func(_ context.Context, p outbox.PartitionStatus, in io.Reader) error {
+			if fail {
+				return errors.New("the disk is full")
+			}
+			lines, err := csv.NewReader(in).ReadAll()
+			if err != nil || p.Name != "messages_default" {
+				return err
+			}
+			for _, line := range lines[1:] {
+				archived[line[5]]++
+			}
+			return nil
+		}
+	})
+	f.requireState(m, "messages_default", outbox.PartitionSealed)
+	f.consumed("a", "orders", 2500)
+	f.insertAt(f.pool, "orders", time.Now().Add(-time.Hour), "after the mark")
+	f.pass(m)
+	f.exec("UPDATE outbox.partitions SET delivered_at = delivered_at - interval '1 minute' WHERE name = 'messages_default'")
+	const remove = "SELECT format('%s %s', d.seen, d.deleted) FROM outbox.upkeep_delete('', 0, 0, 0, 0, $1, 100000) d"
+	require.Equal(t, "-1 0", f.text(remove, true))
+	f.pass(m)
+	require.Contains(t, problems(m.Status()), "partition messages_default: archive: the disk is full")
+	require.Equal(t, 2500, f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid ~ '^[0-9]+$'"))
+	fail = false
+	f.passUntil(m, "it is archived and cleared", func(outbox.MaintenanceStatus) bool {
+		return f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid ~ '^[0-9]+$'") == 0
+	})
+	require.Equal(t, 1, f.number("SELECT count(*) FROM outbox.messages_default WHERE uuid = 'after the mark'"))
+	for n := range 2500 {
+		require.Equal(t, 1, archived[fmt.Sprint(n+1)])
+	}
+	require.Zero(t, archived["after the mark"])
+
+	f.fillDefault("orders", 1500)
+	f.consumed("a", "orders", 1501)
+	f.pass(m)
+	f.consumed("a", "orders", 0)
+	f.pass(m)
+	require.Equal(t, "1000 1000", f.text(remove, false))
+}
+
 // A message that is not acknowledged, and what a group has not got, stay.
 func TestDefaultPartitionKeepsWhatIsNotDelivered(t *testing.T) {
 	t.Parallel()
@@ -86,6 +141,7 @@ func TestDefaultPartitionIsNotSearchedUnderALock(t *testing.T) {
 
 	f := newUpkeep(newFixture(t))
 	f.exec("UPDATE outbox.meta SET value = '60' WHERE key = 'partition_interval'")
+	f.exec("UPDATE outbox.meta SET value = '600' WHERE key = 'look_ahead'")
 	f.fillDefault("orders", 10)
 	config := f.pool.Config().ConnConfig
 	var notices []string
@@ -204,4 +260,101 @@ func TestDefaultPartitionThatIsLargeMakesNobodyWait(t *testing.T) {
 	})
 	stop()
 	publishing.Wait()
+}
+
+// A Seek falls between the look whether everybody has a row of the DEFAULT partition
+// and its deletion. It would put a message into the group's future that is just going:
+// one that was never acked, and for that is kept until then.
+func TestDefaultPartitionIsNotClearedBesideASeek(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	f.fillDefault("orders", 20)
+	m := f.maintenance(nil)
+	f.requireState(m, "messages_default", outbox.PartitionSealed)
+	f.consumed("a", "orders", 20)
+	var era, id int64
+	require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("SELECT era, id FROM outbox.messages_default WHERE uuid = '7'")).Scan(&era, &id))
+	f.exec("UPDATE outbox.cursors SET holes = jsonb_build_array(jsonb_build_object('era', $1::bigint, 'id', $2::bigint, 'created_at', now()))", era, id)
+	f.exec("UPDATE outbox.partitions SET delivered_at = now() - interval '1 day' WHERE name = 'messages_default'")
+
+	// The deletion waits for a lock, and the look before it needs none.
+	f.exec("ALTER FUNCTION outbox.upkeep_delete SET lock_timeout = '30s'")
+	lock := f.begin()
+	_, err := lock.Exec(t.Context(), f.sql("LOCK TABLE ONLY outbox.messages_default IN SHARE MODE"))
+	require.NoError(t, err)
+	deleting := f.connect(t)
+	var pid int
+	require.NoError(t, deleting.QueryRow(t.Context(), "SELECT pg_backend_pid()").Scan(&pid))
+	deleted := make(chan error, 1)
+	go func() {
+		_, err := deleting.Exec(context.WithoutCancel(t.Context()), f.sql("SELECT outbox.upkeep_delete('', 0, 0, 0, 0, false, 1000)"))
+		deleted <- err
+	}()
+	require.Eventually(t, func() bool {
+		return f.number("SELECT count(*) FROM pg_stat_activity WHERE pid = $1 AND wait_event_type = 'Lock'", pid) == 1
+	}, waitFor, time.Millisecond)
+	consumer := f.consumer(nil)
+	sought := make(chan error, 1)
+	go func() {
+		_, err := consumer.Seek(context.WithoutCancel(t.Context()), "a", "orders", outbox.SeekMessage(era, id), outbox.SeekOptions{})
+		sought <- err
+	}()
+	select {
+	case err := <-sought: // it is refused or waits, but must not have been in time
+		require.Error(t, err)
+		sought <- err
+	case <-time.After(100 * time.Millisecond):
+	}
+	require.NoError(t, lock.Rollback(t.Context()))
+	require.NoError(t, <-deleted)
+	t.Log("it says", <-sought)
+	require.Equal(t, []string{"7"}, f.texts("SELECT uuid FROM outbox.messages_default WHERE uuid ~ '^[0-9]+$'"))
+}
+
+// Whoever stays on the DEFAULT partition keeps new ones from being made, and everybody
+// else waits behind each try: there is one in a pass, however many there are to make.
+func TestDefaultPartitionIsLockedOnceInVain(t *testing.T) {
+	t.Parallel()
+
+	for name, rows := range map[string]int{"empty": 0, "with messages": 10} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			f := newUpkeep(newFixture(t))
+			if rows > 0 {
+				f.fillDefault("orders", rows)
+			}
+			tx := f.begin()
+			_, err := tx.Exec(t.Context(), f.sql("LOCK TABLE ONLY outbox.messages_default IN ACCESS SHARE MODE"))
+			require.NoError(t, err)
+			m := f.maintenance(nil)
+			f.pass(m)
+			require.Len(t, m.Status().Postponed, 1)
+			require.Empty(t, f.attached())
+			require.NoError(t, tx.Rollback(t.Context()))
+			f.pass(m)
+			require.NotEmpty(t, f.attached())
+		})
+	}
+}
+
+// There is so much in the DEFAULT partition that to prove it empty of the next range
+// takes longer than there is time. What lies further ahead is made.
+func TestDefaultPartitionThatTakesLongToSearch(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	f.fillDefault("orders", 10)
+	f.exec(`CREATE SEQUENCE public.searched;
+		CREATE OR REPLACE FUNCTION outbox.upkeep_passed(moment timestamptz) RETURNS boolean LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $body$
+			SELECT CASE nextval('public.searched') WHEN 1 THEN pg_sleep(3) IS NOT NULL ELSE true END AND clock_timestamp() >= moment $body$`)
+	began := time.Now()
+	f.pass(f.maintenance(nil))
+	require.Greater(t, f.number("SELECT last_value FROM public.searched"), 1)
+	made := f.attached()
+	require.NotEmpty(t, made)
+	for _, r := range made {
+		require.Greater(t, r[0].Sub(began), 3*time.Second)
+	}
 }

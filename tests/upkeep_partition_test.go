@@ -2,6 +2,7 @@ package tests
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"sync"
 	"testing"
@@ -376,6 +377,48 @@ func TestPartitionDropMakesNobodyWait(t *testing.T) {
 	f.passUntil(m, "it is dropped", func(s outbox.MaintenanceStatus) bool { return partitionOf(s, name) == nil })
 }
 
+// Neither of its two means covers for the other: while a transaction stays on the
+// log it is not tried, and what comes in between is waited for no longer than 50 ms.
+func TestPartitionDropIsBoundedTwice(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1")
+	m := f.maintenance(nil)
+	f.requireState(m, name, outbox.PartitionSealed)
+	f.consumed("a", "orders", 1)
+	tx := f.begin()
+	f.insertAt(tx, "orders", time.Now(), "open")
+	f.passUntil(m, "it is emptied", func(s outbox.MaintenanceStatus) bool { return partitionOf(s, name).State == outbox.PartitionFreed })
+	require.Equal(t, "busy", f.text("SELECT outbox.upkeep_drop($1)", name))
+	require.Equal(t, []string{"delete", "drop", "free", "guard", "identify", "make", "seal", "strays", "sweep", "unguard", "validate"}, f.texts(`
+		SELECT DISTINCT substr(p.proname, 8) COLLATE "C" AS name FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+		WHERE n.nspname = $1 AND p.proname LIKE 'upkeep\_%' AND 'lock_timeout=50ms' = ANY (p.proconfig) AND p.proname <> 'upkeep_bury' ORDER BY 1`, oddSchema))
+}
+
+// A transaction that was writing when the time of a partition was over keeps it from
+// being sealed. If it stays for ever, as one that was prepared and forgotten, so
+// does all that comes after, which somebody should know.
+func TestPartitionThatIsNeverSealedIsReported(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1")
+	tx := f.begin()
+	f.insertAt(tx, "others", time.Now(), "open")
+	m := f.maintenance(func(c *outbox.MaintenanceConfig) { c.Retention = 24 * time.Hour })
+	f.requireState(m, name, outbox.PartitionWaiting)
+	require.NotContains(t, problems(m.Status()), name, "it may well end in time")
+	m = f.maintenance(nil)
+	f.requireState(m, name, outbox.PartitionWaiting)
+	require.Contains(t, problems(m.Status()), "partition "+name+": cannot be sealed")
+	require.NoError(t, tx.Rollback(t.Context()))
+	f.requireState(m, name, outbox.PartitionSealed)
+	require.NotContains(t, problems(m.Status()), name)
+}
+
 // Every function refuses by itself what would lose something, whoever calls it.
 func TestPartitionFunctionsByHand(t *testing.T) {
 	t.Parallel()
@@ -430,4 +473,66 @@ func TestPartitionFunctionsByHand(t *testing.T) {
 	var busy *pgconn.PgError
 	_, err = f.pool.Exec(t.Context(), f.sql("SELECT outbox.upkeep_unguard(), outbox.upkeep_look($1, 0)"), name)
 	require.ErrorAs(t, err, &busy)
+}
+
+// The seal of a partition stays for as long as somebody has not got all of it. To look
+// behind it at each pass must not take longer the more there is in the partition,
+// though a transaction was open all over its time, and the seal cannot rule out its id.
+func TestPartitionIsNotReadAtEachPass(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	few, insideFew := f.past(4)
+	many, insideMany := f.past(3)
+	open := f.begin()
+	_, err := open.Exec(t.Context(), "SELECT pg_current_xact_id()")
+	require.NoError(t, err)
+	for rows, inside := range map[int]time.Time{20: insideFew, 20_000: insideMany} {
+		f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) SELECT 'orders', g::text, $1 FROM generate_series(1, $2) g", inside, rows)
+	}
+	m := f.maintenance(nil)
+	f.pass(m)
+	blocks := func(name string) int {
+		require.Equal(t, outbox.PartitionSealed, partitionOf(m.Status(), name).State)
+		var text []byte
+		require.NoError(t, f.pool.QueryRow(t.Context(), f.sql("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT outbox.upkeep_strays('"+name+"', 1000)")).Scan(&text))
+		var plans []struct {
+			Plan struct {
+				Hit  int `json:"Shared Hit Blocks"`
+				Read int `json:"Shared Read Blocks"`
+			}
+		}
+		require.NoError(t, json.Unmarshal(text, &plans))
+		return plans[0].Plan.Hit + plans[0].Plan.Read
+	}
+	blocks(few) // what a session asks of the catalogs once
+	least, most := blocks(few), blocks(many)
+	t.Logf("%d and %d blocks", least, most)
+	require.Positive(t, least)
+	require.Less(t, most, least+50, "the index and the table of the larger one are more than 300 blocks")
+}
+
+// Many messages that came behind a seal are published again in the order of their ids,
+// whichever of their transactions began first.
+func TestPartitionMessagesBehindTheSealKeepTheirOrder(t *testing.T) {
+	t.Parallel()
+
+	f := newUpkeep(newFixture(t))
+	name, inside := f.past(3)
+	f.insertAt(f.pool, "orders", inside, "1")
+	m := f.maintenance(nil)
+	f.requireState(m, name, outbox.PartitionSealed)
+	first := f.begin()
+	_, err := first.Exec(t.Context(), "SELECT pg_current_xact_id()")
+	require.NoError(t, err)
+	f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) SELECT 'orders', 'late ' || g, $1 FROM generate_series(1, 700) g", inside)
+	_, err = first.Exec(t.Context(), f.sql("INSERT INTO outbox.messages (topic, uuid, created_at) SELECT 'orders', 'late ' || g, $1 FROM generate_series(701, 1400) g"), inside)
+	require.NoError(t, err)
+	require.NoError(t, first.Commit(t.Context()))
+	f.pass(m)
+	moved := f.texts("SELECT uuid FROM outbox.messages WHERE uuid LIKE 'late %' AND created_at > $1 ORDER BY id", inside)
+	require.Len(t, moved, 1400)
+	for i, uuid := range moved {
+		require.Equal(t, fmt.Sprint("late ", i+1), uuid)
+	}
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -41,7 +42,7 @@ func TestPartitionsUnderTraffic(t *testing.T) {
 					return
 				}
 				for _, problem := range m.Status().Problems {
-					if text := problem.Error(); !strings.Contains(text, "has messages: there was no partition") && !strings.Contains(text, "is held back") {
+					if text := problem.Error(); !strings.Contains(text, "has messages: there was no partition") && !strings.Contains(text, "is held back") && !strings.Contains(text, "cannot be sealed") {
 						t.Errorf("problem: %v", problem)
 					}
 				}
@@ -76,7 +77,8 @@ func TestPartitionsUnderTraffic(t *testing.T) {
 		})
 	}
 	got := map[string]int{}
-	var count, passed int
+	filled := map[string]bool{} // partitions that have held messages
+	var count, passed, most int
 	began := time.Now()
 	receiveOne := func(msg *message.Message) {
 		got[msg.UUID]++
@@ -84,7 +86,7 @@ func TestPartitionsUnderTraffic(t *testing.T) {
 		require.True(t, msg.Ack())
 	}
 	// Until some partitions have gone the whole way, and it has lasted.
-	for passed < 5 || time.Since(began) < 5*time.Second {
+	for passed < 3 || time.Since(began) < 5*time.Second {
 		select {
 		case msg := <-messages:
 			receiveOne(msg)
@@ -92,8 +94,17 @@ func TestPartitionsUnderTraffic(t *testing.T) {
 			require.FailNow(t, "nothing comes")
 		}
 		if count%100 == 0 {
-			passed = f.number(`SELECT count(*) FROM generate_series(to_timestamp($1), now() - interval '2 s', interval '1 s') AS g (s)
-				WHERE NOT EXISTS (SELECT FROM outbox.partitions p WHERE p.lower <= g.s AND g.s < p.upper AND p.state <> 'freed')`, began.Unix()+3)
+			holders := f.texts("SELECT m.tableoid::regclass::text FROM (SELECT DISTINCT tableoid FROM outbox.messages) AS m")
+			for _, table := range holders {
+				filled[table] = true
+			}
+			most = max(most, f.number("SELECT count(*)::int FROM outbox.messages"))
+			passed = 0
+			for table := range filled {
+				if !slices.Contains(holders, table) && !strings.Contains(table, "messages_default") {
+					passed++
+				}
+			}
 		}
 		require.Less(t, time.Since(began), 2*waitFor, "partitions do not go")
 	}
@@ -112,7 +123,9 @@ func TestPartitionsUnderTraffic(t *testing.T) {
 		}
 	}
 	require.Equal(t, total, count, "none came twice")
-	t.Logf("%d messages, %d ranges gone, %d rows left", total, passed, f.number("SELECT count(*) FROM outbox.messages"))
+	// Field case F70: what is stored does not grow with what was published.
+	require.Less(t, most, total, "nothing has gone")
+	t.Logf("%d messages, %d partitions gone, %d rows at most", total, passed, most)
 }
 
 // A Consumer does the upkeep by itself, soon after it began, says how it stands, and
@@ -342,7 +355,7 @@ func TestLeastPrivilegeOfTheUpkeep(t *testing.T) {
 		require.NoError(t, m.Close())
 	}
 	// The guard is checked with the rights of whoever publishes.
-	f.exec("SELECT outbox.upkeep_guard(now() + interval '1 hour', now() + interval '2 hours')")
+	f.exec("SELECT outbox.upkeep_guard(now() + interval '10 s', now() + interval '20 s')")
 	_, err := f.poolAs(roles.Publisher).Exec(t.Context(), f.sql("INSERT INTO outbox.messages (topic, uuid) VALUES ('orders', 'x')"))
 	require.NoError(t, err)
 

@@ -35,6 +35,9 @@
 //
 // # What can go wrong
 //
+//	a partition is detached by others   what was in it is not delivered, unless the
+//	                                    groups Seek back once it is attached again:
+//	                                    nothing is removed before somebody says so
 //	a lock is not to be had in 50 ms    the step, and those like it, are left for
 //	                                    the next pass; nobody waited longer
 //	the process dies                    between two steps; the lease runs out

@@ -13,10 +13,11 @@ type State string
 
 // The states; see the package documentation.
 const (
-	Open    State = "open"
-	Waiting State = "waiting"
-	Sealed  State = "sealed"
-	Freed   State = "freed"
+	Open     State = "open"
+	Waiting  State = "waiting"
+	Sealed   State = "sealed"
+	Freed    State = "freed"
+	Detached State = "detached"
 )
 
 // Partition is what is known of one.

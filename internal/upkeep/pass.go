@@ -107,32 +107,41 @@ func (p *pass) ahead(ctx context.Context) error {
 	if err := p.tried(ctx, "partitions ahead", err); err != nil {
 		return err
 	}
-	guarded := false
-	for i, s := range spans {
+	// tries is how many times the DEFAULT partition may still be searched: the guard on
+	// what comes next may end before that is through, and what lies further ahead, or
+	// behind a gap in what was proven, is left time for.
+	var guarded bool
+	var ready time.Time
+	for i, tries := 0, 2; i < len(spans); i++ {
+		s := spans[i]
 		if s.problem != nil {
 			p.problem(s.String(), errors.New(*s.problem))
 			continue
 		}
 		word, err := p.make(ctx, s)
-		if err == nil && word == "guard" {
-			// What lies behind a gap in what was proven is left for the next pass.
-			if !guarded {
-				if guarded, err = p.guard(ctx, spans[i:]); err != nil {
-					return err
-				}
-				if guarded {
-					word, err = p.make(ctx, s)
-				}
+		if err == nil && word == "guard" && tries > 0 && s.lower.After(ready) {
+			tries--
+			began, postponed := time.Now(), len(p.status.Postponed)
+			if guarded, err = p.guard(ctx, spans[i:]); err != nil {
+				return err
 			}
-			if err == nil && word == "guard" {
-				continue
+			if len(p.status.Postponed) > postponed {
+				break // a lock that would not be had for the next one either
 			}
+			if guarded {
+				word, err = p.make(ctx, s)
+			}
+			ready = time.Now().Add(2*time.Since(began) + s.upper.Sub(s.lower))
 		}
-		if stateOf(err) == stateLate {
+		if err == nil && word == "guard" || stateOf(err) == stateLate {
 			continue
 		}
-		if err := p.tried(ctx, s.String(), err); err != nil {
-			return err
+		failed := p.tried(ctx, s.String(), err)
+		if failed != nil {
+			return failed
+		}
+		if stateOf(err) == stateLock {
+			break // nor for the next one
 		}
 		if word == "made" {
 			p.config.Logger.Debug("Made a "+s.String(), nil)
@@ -214,11 +223,17 @@ func (p *pass) log(ctx context.Context) error {
 
 // partition brings one with a range as far as it may go now.
 func (p *pass) partition(ctx context.Context, part Partition) error {
+	if part.State == Detached {
+		return nil // what there is to do is somebody else's: upkeep_sync has said it
+	}
 	if part.State == Open || part.State == Waiting {
 		if !part.due {
 			return nil
 		}
 		word, err := p.table.word(ctx, "SELECT outbox.upkeep_seal($1::text, $2::float8)", part.Name, p.config.SealDelay.Seconds())
+		if word == "waiting" && time.Since(part.Upper) > p.config.SealDelay+p.retention {
+			p.problem("partition "+part.Name, errors.New("cannot be sealed, and so never goes: a transaction that was writing to the log at its end is still open; end it, or commit or roll back what was prepared (pg_prepared_xacts)"))
+		}
 		if err != nil || word != "sealed" {
 			return err
 		}
@@ -227,6 +242,11 @@ func (p *pass) partition(ctx context.Context, part Partition) error {
 	strays := 0
 	for {
 		n, err := p.table.count(ctx, "SELECT outbox.upkeep_strays($1::text, $2::integer)", part.Name, batch)
+		if err == nil && n < 0 {
+			if err = p.table.done(ctx, "SELECT outbox.upkeep_identify($1::text)::text", part.Name); err == nil {
+				continue
+			}
+		}
 		if err != nil {
 			return err
 		}
@@ -314,6 +334,9 @@ func (p *pass) drop(ctx context.Context, part Partition) error {
 
 // spare clears the DEFAULT partition.
 func (p *pass) spare(ctx context.Context, part Partition) error {
+	if part.State == Detached {
+		return nil
+	}
 	if part.State == Open {
 		word, err := p.table.word(ctx, "SELECT outbox.upkeep_seal($1::text, 0::float8)", part.Name)
 		if err != nil || word != "sealed" {
@@ -329,7 +352,13 @@ func (p *pass) spare(ctx context.Context, part Partition) error {
 	at.era = -1 << 63
 	for {
 		began := time.Now()
-		to, seen, _, err := p.table.remove(ctx, at, p.retention, p.config.UnreadRetention, batch)
+		to, seen, _, err := p.table.remove(ctx, at, p.retention, p.config.UnreadRetention, p.config.Archive != nil, batch)
+		if err == nil && seen == unarchived && part.seal != "" { // of what is marked in this pass the next one knows
+			if err := p.archive(ctx, part); err != nil {
+				return &foundError{err}
+			}
+			continue
+		}
 		if err != nil || seen < batch {
 			return err
 		}

@@ -131,10 +131,10 @@ type place struct {
 
 // remove deletes from the DEFAULT partition, of so many rows behind a place, what
 // may go, and returns where it came to and how many it looked at and deleted.
-func (t table) remove(ctx context.Context, after place, retention, unread time.Duration, rows int) (to place, seen, deleted int, err error) {
+func (t table) remove(ctx context.Context, after place, retention, unread time.Duration, archived bool, rows int) (to place, seen, deleted int, err error) {
 	err = t.call(ctx, t.timeout, `SELECT d.topic, d.era, d.id, d.seen, d.deleted
-		FROM outbox.upkeep_delete($1::text, $2::bigint, $3::bigint, $4::float8, $5::float8, $6::integer) d`,
-		[]any{after.topic, after.era, after.id, retention.Seconds(), unread.Seconds(), rows}, &to.topic, &to.era, &to.id, &seen, &deleted)
+		FROM outbox.upkeep_delete($1::text, $2::bigint, $3::bigint, $4::float8, $5::float8, $6::boolean, $7::integer) d`,
+		[]any{after.topic, after.era, after.id, retention.Seconds(), unread.Seconds(), archived, rows}, &to.topic, &to.era, &to.id, &seen, &deleted)
 	return to, seen, deleted, err
 }
 

@@ -24,6 +24,8 @@ const (
 	lease = 10 * time.Second
 	// batch is how many rows a transaction deletes or moves at most.
 	batch = 1000
+	// unarchived is what upkeep_delete has seen where the archive comes first.
+	unarchived = -1
 	// longTimeout bounds what reads all of the DEFAULT partition, and holds no
 	// lock that anybody would wait for.
 	longTimeout = 10 * time.Minute

@@ -17,6 +17,8 @@
 --            the rows that seal sees are to go next
 --   freed    emptied; what is left is a shell, which is dropped when that makes
 --            nobody wait
+--   detached somebody else detached it while there may have been rows in it, and
+--            readers went on without them: attached again or not, it is left alone
 --
 -- A position whose P covers the seal has all of the partition. delivered_at is
 -- when every group had, held_by and held_since say who has not. error is why the
@@ -25,7 +27,7 @@ CREATE TABLE outbox.partitions (
     name         text        COLLATE "C" PRIMARY KEY,
     lower        timestamptz,
     upper        timestamptz,
-    state        text        NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'waiting', 'sealed', 'freed')),
+    state        text        NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'waiting', 'sealed', 'freed', 'detached')),
     waits_for    text[]      NOT NULL DEFAULT '{}',
     seal         pg_snapshot,
     seal_era     bigint,
@@ -80,7 +82,7 @@ CREATE FUNCTION outbox.upkeep_covers(p pg_snapshot, seal pg_snapshot) RETURNS bo
 -- before the server looks at what the constraint proves: see upkeep_guard.
 CREATE FUNCTION outbox.upkeep_passed(moment timestamptz) RETURNS boolean
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
-    AS $body$ SELECT pg_catalog.clock_timestamp() >= moment $body$;
+    AS $body$ SELECT pg_catalog.clock_timestamp() OPERATOR(pg_catalog.>=) moment $body$;
 
 -- Begins a step: one at a time, and whoever comes second does not wait (55P03).
 CREATE FUNCTION outbox.upkeep_enter() RETURNS void
@@ -200,8 +202,22 @@ BEGIN
             CONTINUE WHEN p.state = 'freed';
             problem := 'was dropped by somebody else, and with it the messages it held';
         ELSE
+            IF p.state NOT IN ('freed', 'detached') THEN
+                UPDATE outbox.partitions q
+                SET state = 'detached', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
+                    held_by = NULL, held_since = NULL
+                WHERE q.name = p.name;
+                UPDATE outbox.upkeep u SET voids = u.voids + 1;
+            END IF;
             problem := 'was detached by somebody else: the messages in it are not read, and would not be if it were attached again, for readers go on; insert into messages again what is needed of it (topic, key, uuid, metadata, payload), and drop it';
         END IF;
+        RETURN NEXT;
+    END LOOP;
+    FOR object IN
+        SELECT q.name FROM outbox.partitions q JOIN outbox.upkeep_attached(NULL::text) a ON a.name = q.name AND a.kind IN ('ours', 'default')
+        WHERE q.state = 'detached'
+    LOOP
+        problem := 'was detached by somebody else and attached again: the groups went past the messages in it meanwhile, so nothing of it is removed. Seek those that need them back to its time, and then set its state to open in the table partitions';
         RETURN NEXT;
     END LOOP;
     FOR object IN SELECT a.name FROM outbox.upkeep_attached(NULL::text) a WHERE a.kind = 'other' LOOP
@@ -301,7 +317,7 @@ CREATE FUNCTION outbox.upkeep_width() RETURNS double precision
     SET search_path = pg_catalog, pg_temp
     AS $body$ SELECT outbox.upkeep_setting('partition_interval'::text, 1::numeric, 2678400::numeric)::float8 $body$;
 
--- Refuses a range that is too near.
+-- Refuses a range that is too near, or too far: every partition costs every reader.
 CREATE FUNCTION outbox.upkeep_require_future(lower timestamptz, upper timestamptz) RETURNS void
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp
@@ -315,6 +331,10 @@ BEGIN
     IF lower < clock_timestamp() + width THEN
         RAISE EXCEPTION 'outbox: a partition that begins at % can be attached no more: that is within the next interval (%)', lower, width
             USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    IF upper > clock_timestamp() + 2 * width + make_interval(secs => greatest(outbox.upkeep_setting('look_ahead'::text, 0::numeric, 1000 * extract(epoch FROM width)::numeric)::float8,
+        3 * extract(epoch FROM width)::float8)) THEN
+        RAISE EXCEPTION 'outbox: % to % lies behind look_ahead in table meta', lower, upper USING ERRCODE = 'invalid_parameter_value';
     END IF;
 END $body$;
 
@@ -374,7 +394,7 @@ DECLARE
     ends timestamptz := lower - make_interval(secs => outbox.upkeep_width() / 2);
 BEGIN
     PERFORM outbox.upkeep_enter();
-    PERFORM outbox.upkeep_require_future(lower, lower + interval '1 day');
+    PERFORM outbox.upkeep_require_future(lower, lower + interval '1 second');
     IF upper IS NULL OR upper <= lower THEN
         RAISE EXCEPTION 'outbox: % to % is no range', lower, upper USING ERRCODE = 'invalid_parameter_value';
     END IF;
@@ -505,7 +525,9 @@ END $body$;
 
 -- Rows that a seal does not see, and for that reason a reader may pass over: an
 -- insert into the past, as after a clock that was set back. Where they are, at
--- most so many. By topic, for the index begins with it.
+-- most so many, the oldest ids first if it is a few. By topic, for the index begins
+-- with it; and not from xmin(seal) on, below which there is nothing if a transaction
+-- was open all over the time of the partition.
 CREATE FUNCTION outbox.upkeep_unseen(quoted text, seal pg_snapshot, seal_era bigint, most integer) RETURNS tid[]
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off
@@ -520,23 +542,25 @@ BEGIN
             SELECT (SELECT m.topic FROM ONLY %1$s m WHERE m.topic > t.name ORDER BY m.topic LIMIT 1) FROM topic t WHERE t.name IS NOT NULL
         )
         SELECT array_agg(r.place) FROM (
+            -- The era is no part of what is searched by: the planner would take the
+            -- index that has it, and read all of the topic.
             SELECT l.place FROM topic t CROSS JOIN LATERAL (
-                (SELECT m.ctid AS place FROM ONLY %1$s m
-                 WHERE m.topic = t.name AND m.xid >= pg_snapshot_xmin($1) AND m.era = $2 AND NOT pg_visible_in_snapshot(m.xid, $1)
-                 LIMIT $4)
+                SELECT b.* FROM (SELECT m.ctid AS place, m.id, m.era FROM ONLY %1$s m WHERE m.topic = t.name AND m.xid >= pg_snapshot_xmax($1) OFFSET 0) AS b
                 UNION ALL
-                -- On a cluster that the seal does not come from.
-                (SELECT m.ctid FROM ONLY %1$s m WHERE m.topic = t.name AND m.era = $3 AND $3 <> $2 LIMIT $4)
+                SELECT b.* FROM pg_snapshot_xip($1) AS x
+                CROSS JOIN LATERAL (SELECT m.ctid, m.id, m.era FROM ONLY %1$s m WHERE m.topic = t.name AND m.xid = x OFFSET 0) AS b
             ) AS l
-            WHERE t.name IS NOT NULL
-            LIMIT $4
+            WHERE t.name IS NOT NULL AND l.era = $2
+            ORDER BY CASE WHEN $3 > 1 THEN l.id END LIMIT $3
         ) AS r
-        $q$, quoted) INTO found USING seal, seal_era, outbox.era(), most;
+        $q$, quoted) INTO found USING seal, seal_era, most;
     RETURN coalesce(found, '{}');
 END $body$;
 
 -- Publishes again what a seal does not see, at most so many rows, how many there
 -- were, and voids the seal when nothing is left: the partition is open again.
+--
+-- It returns -1 where upkeep_identify must come first.
 --
 -- Readers that remember the seal do not look into the partition. So the new rows are
 -- of a time behind all that was ever sealed, whatever the clock says, and the seal is
@@ -557,16 +581,17 @@ BEGIN
     IF p.upper IS NULL OR p.state NOT IN ('sealed', 'freed') THEN
         RETURN 0;
     END IF;
+    IF p.seal_era <> outbox.era() THEN
+        -- Sealed on another cluster, so it says nothing of what was written on this one.
+        PERFORM outbox.upkeep_reopen(name);
+        RETURN 0;
+    END IF;
     most := least(greatest(most, 1), 1000);
     IF cardinality(outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, 1)) = 0 THEN
         RETURN 0;
     END IF;
-    IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' THEN
-        BEGIN
-            EXECUTE format('ALTER TABLE %s REPLICA IDENTITY FULL', p.quoted); -- see upkeep_make
-        EXCEPTION WHEN lock_not_available THEN
-            NULL; -- it is needed only where somebody publishes all tables
-        END;
+    IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' AND EXISTS (SELECT FROM pg_publication u WHERE u.pubdelete) THEN
+        RETURN -1; -- somebody may publish what is deleted from it
     END IF;
     moved := outbox.upkeep_move(p.quoted, p.seal, p.seal_era, most);
     IF moved = most THEN
@@ -583,12 +608,36 @@ BEGIN
     IF more = few THEN
         RETURN moved;
     END IF;
-    UPDATE outbox.partitions q
-    SET state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
-        freed_at = NULL, held_by = NULL, held_since = NULL, voided = q.voided + 1
-    WHERE q.name = upkeep_strays.name;
-    UPDATE outbox.upkeep u SET voids = u.voids + 1;
+    PERFORM outbox.upkeep_reopen(name);
     RETURN moved;
+END $body$;
+
+-- Ends a seal: the partition, or what is marked of the DEFAULT one, is as it was
+-- before.
+CREATE FUNCTION outbox.upkeep_reopen(name text) RETURNS void
+    LANGUAGE sql VOLATILE
+    SET search_path = pg_catalog, pg_temp
+    AS $body$
+        UPDATE outbox.partitions q
+        SET state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
+            freed_at = NULL, held_by = NULL, held_since = NULL, voided = q.voided + 1
+        WHERE q.name = upkeep_reopen.name;
+        UPDATE outbox.upkeep u SET voids = u.voids + 1;
+    $body$;
+
+-- Lets rows be deleted from a partition while somebody publishes all tables: see
+-- messages_default. A step of its own, since publishers wait for the lock.
+CREATE FUNCTION outbox.upkeep_identify(name text) RETURNS void
+    LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp SET lock_timeout = '50ms'
+    AS $body$
+DECLARE
+    p record;
+BEGIN
+    SELECT * INTO p FROM outbox.upkeep_partition(name);
+    IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' THEN
+        EXECUTE format('ALTER TABLE %s REPLICA IDENTITY FULL', p.quoted);
+    END IF;
 END $body$;
 
 -- Publishes again at most so many rows that a seal does not see, and deletes them.
@@ -685,9 +734,8 @@ BEGIN
     IF p.state <> 'sealed' THEN
         RETURN NULL;
     END IF;
-    IF p.upper IS NULL AND p.seal_era <> outbox.era() THEN
-        -- Marked on another cluster: mark again.
-        UPDATE outbox.partitions q SET state = 'open', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL WHERE q.name = upkeep_look.name;
+    IF p.seal_era <> outbox.era() THEN
+        PERFORM outbox.upkeep_reopen(name); -- see upkeep_strays
         RETURN NULL;
     END IF;
     who := outbox.upkeep_holder(name, unread);
@@ -735,6 +783,9 @@ BEGIN
     END IF;
     IF archived AND p.archived_at IS NULL THEN
         RETURN 'unarchived';
+    END IF;
+    IF p.seal_era <> outbox.era() THEN
+        RETURN 'stray';
     END IF;
     EXECUTE format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', p.quoted);
     IF cardinality(outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, 1)) > 0 THEN
@@ -789,9 +840,10 @@ END $body$;
 -- Deletes from the DEFAULT partition, of those of the next so many rows behind a
 -- place (topic, era, id) that the mark sees, all that were delivered so many
 -- seconds ago and are nobody's holes. seen is how many it looked at: fewer than asked for
--- at the end, when the mark is taken away, or when it is too early.
+-- at the end, when the mark is taken away, or when it is too early; -1 if what the mark
+-- sees is to be archived first.
 CREATE FUNCTION outbox.upkeep_delete(INOUT topic text, INOUT era bigint, INOUT id bigint, retention double precision, unread double precision,
-        most integer, OUT seen integer, OUT deleted integer)
+        archived boolean, most integer, OUT seen integer, OUT deleted integer)
     LANGUAGE plpgsql VOLATILE SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off SET lock_timeout = '50ms'
     AS $body$
@@ -803,10 +855,17 @@ BEGIN
     deleted := 0;
     most := least(greatest(most, 1), 1000);
     SELECT * INTO p FROM outbox.upkeep_partition('messages_default'::text);
+    -- Whoever moves a position locks its row to change the key first: what is looked at
+    -- here still holds for the rows that the next statement deletes. Checkpoints go on.
+    PERFORM FROM outbox.cursors FOR KEY SHARE;
     IF p.state <> 'sealed' OR p.seal_era <> outbox.era() OR p.delivered_at IS NULL
         OR p.delivered_at + make_interval(secs => greatest(retention, 0)) > clock_timestamp()
         OR outbox.upkeep_holder('messages_default'::text, unread) IS NOT NULL
     THEN
+        RETURN;
+    END IF;
+    IF archived AND p.archived_at IS NULL THEN
+        seen := -1;
         RETURN;
     END IF;
     EXECUTE format($q$
@@ -837,7 +896,8 @@ BEGIN
     END IF;
     IF seen < most THEN
         UPDATE outbox.partitions q
-        SET state = 'open', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, freed_at = clock_timestamp(), held_by = NULL, held_since = NULL
+        SET state = 'open', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL, freed_at = clock_timestamp(),
+            held_by = NULL, held_since = NULL
         WHERE q.name = 'messages_default';
     END IF;
 END $body$;

@@ -9,8 +9,9 @@
 --
 -- The holder stays: it loses its lease by the epoch, and takes the cursor again;
 -- if it was freed another process would begin before the holder has stopped. The
--- cursors of an earlier number of shards that wait to be read to their end are
--- removed: from the new place on everything is their successors'.
+-- cursors of an earlier number of shards, which are to be read to their end, have come
+-- to it: from the new place on everything is their successors'. Nobody begins with
+-- those before the last holder of an earlier one has given it back.
 --
 -- $1 group, $2 topic, $3 where to: earliest, latest, id, time; $4 era, 0 for the
 -- server's own, and $5 id; $6 time, $7 how many rows to count at most, $8 move,
@@ -144,7 +145,15 @@ WITH RECURSIVE now AS MATERIALIZED (
     WHERE go.now AND c.consumer_group = $1::text AND c.topic = $2::text AND c.until IS NULL
 ), ended AS (
     DELETE FROM outbox.cursors c USING go
-    WHERE go.now AND c.consumer_group = $1::text AND c.topic = $2::text AND c.until IS NOT NULL
+    WHERE go.now AND c.consumer_group = $1::text AND c.topic = $2::text AND c.until IS NOT NULL AND c.holder IS NULL
+), ending AS (
+    UPDATE outbox.cursors c
+    SET era = now.era, p = now.c, floor = now.top, step = 'idle', c = NULL, top = 0, at = 0, at_era = 0, holes = '[]', ahead = '[]', reach = 0,
+        past = coalesce((
+            SELECT jsonb_object_agg(e.era, jsonb_build_object('p', '4611686018427387907:4611686018427387907:')) FROM eras e WHERE e.era <> now.era), '{}'),
+        epoch = c.epoch + 1, updated_at = now()
+    FROM now CROSS JOIN go
+    WHERE go.now AND c.consumer_group = $1::text AND c.topic = $2::text AND c.until IS NOT NULL AND c.holder IS NOT NULL
 ), dropped AS (
     DELETE FROM outbox.deferred d USING go, waiting w
     WHERE go.now AND $10::boolean AND d.id = w.id

@@ -1,11 +1,16 @@
 -- The statement that copies a partition. It goes by way of the log, which is what
--- a reader may read, and reads nothing but the partition. Its times are written as
--- no setting of the session's changes them.
+-- a reader may read, and reads nothing but the partition; to copy what is marked of
+-- the DEFAULT one, whose rows are of any time, it reads all of the log. Its times are
+-- written as no setting of the session's changes them.
 --
 -- $1 partition, $2 the log
 SELECT format('COPY (SELECT m.era, m.id, m.xid, m.topic, m.key, m.uuid, m.metadata, m.payload, m.created_at, m.target_group, m.attempt '
-           'FROM %s m WHERE m.created_at >= %L AND m.created_at < %L AND m.tableoid = %s) TO STDOUT WITH (FORMAT csv, HEADER)',
-       $2::text, to_char(p.lower AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US+00'), to_char(p.upper AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US+00'), a.relation)
+           'FROM %s m WHERE m.tableoid = %s AND %s) TO STDOUT WITH (FORMAT csv, HEADER)', $2::text, a.relation,
+       CASE WHEN p.lower IS NULL
+           THEN format('(m.era <> %s OR pg_catalog.pg_visible_in_snapshot(m.xid, %L))', p.seal_era, p.seal)
+           ELSE format('m.created_at >= %L AND m.created_at < %L',
+               to_char(p.lower AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US+00'), to_char(p.upper AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US+00'))
+       END)
 FROM outbox.partitions p
 CROSS JOIN LATERAL (
     SELECT i.inhrelid::bigint AS relation FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
