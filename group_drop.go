@@ -102,7 +102,8 @@ type DropResult struct {
 //
 // While a living process is subscribed it is refused, with a
 // *GroupSubscribedError. A process that died counts as living for
-// ConsumerConfig.Lease. With Force it is removed all the same: what is in flight
+// ConsumerConfig.Lease. One that subscribes at this very moment may not have been
+// seen: its subscription shows ErrGroupRemoved then. With Force it is removed all the same: what is in flight
 // runs to its end, and no ack or verdict of it is stored; the process notices with
 // its next checkpoint, or within a third of ConsumerConfig.Lease, logs it and shows
 // ErrGroupRemoved in its Status. It does not make the group again. Do not subscribe

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -36,6 +37,8 @@ type subscription struct {
 	status   subscriptionStatus
 	// slots bounds what is in flight in all shards together.
 	slots chan struct{}
+	// held says that it has had a lease.
+	held atomic.Bool
 }
 
 // run returns when stop has ended and nothing is in flight any more.
@@ -57,9 +60,18 @@ func (s *subscription) run(stop context.Context) {
 	}
 }
 
-// refused notes that the group's cursor is over other topics, or with nil that it
-// no longer is.
+// refused notes that the group's cursor is over other topics, or gone, or with nil
+// that it no longer is.
 func (s *subscription) refused(err error) {
+	if errors.Is(err, lease.ErrNoCursor) {
+		// It was removed between Subscribe and the first lease, while nobody could know
+		// that somebody is subscribed. Who had a lease learns of it by losing that, and
+		// makes it again if a failover has forgotten it.
+		if !s.held.Load() && s.status.removed() {
+			s.logger.Error("Nothing is delivered any more", ErrGroupRemoved, nil)
+		}
+		return
+	}
 	if other := otherTopics(err); other != nil {
 		s.logger.Error("The cursor of the group is over other topics; nothing is delivered", other, nil)
 		err = other
@@ -74,6 +86,7 @@ func (s *subscription) hold(stop context.Context, held *lease.Lease) {
 		logger = logger.With(watermill.LogFields{"shard": held.Key.Shard})
 	}
 	logger.Debug("Topic taken", nil)
+	s.held.Store(true)
 	status := s.status.hold(held)
 	ending, end := context.WithCancelCause(stop)
 	var watching sync.WaitGroup

@@ -241,3 +241,31 @@ func TestDropGroupRefusals(t *testing.T) {
 		require.ErrorIs(t, err, outbox.ErrUnknownGroup)
 	}
 }
+
+// A group is removed when somebody has just subscribed, and has not come to say so
+// where DropGroup looks. The subscription must not be one that seems well and gets
+// nothing.
+func TestDropGroupBesideASubscribe(t *testing.T) {
+	t.Parallel()
+
+	f := newFixture(t)
+	consumer, book := f.loggedConsumer(f.pool.Config(), func(c *outbox.ConsumerConfig) { c.Lease = outbox.MinLease })
+	block := f.begin()
+	_, err := block.Exec(t.Context(), f.sql("LOCK TABLE outbox.members IN SHARE MODE")) // what it would say it with
+	require.NoError(t, err)
+	_, messages := f.subscribe(consumer, outbox.SubscriberConfig{}, "topic")
+	f.exec("DELETE FROM outbox.cursors")
+	require.NoError(t, block.Rollback(t.Context()))
+	book.await(t, 1, "Nothing is delivered any more")
+	require.ErrorIs(t, consumer.Status().Subscriptions[0].Err, outbox.ErrGroupRemoved)
+	require.ErrorIs(t, consumer.Status().Ready(), outbox.ErrGroupRemoved)
+
+	// Somebody else makes it anew: both share it.
+	sent := newMessages(3)
+	require.NoError(t, f.publisher(outbox.PublisherConfig{}).Publish("topic", sent...))
+	other, _ := f.subscribe(f.consumer(nil), outbox.SubscriberConfig{Ordering: outbox.OrderingByKey, CloseTimeout: -1}, "topic")
+	require.NoError(t, other.Close())
+	require.Equal(t, uuids(sent), uuids(receive(t, messages, 3)))
+	require.Eventually(t, func() bool { return consumer.Status().Ready() == nil }, waitFor, 5*time.Millisecond)
+	require.NoError(t, consumer.Status().Subscriptions[0].Err)
+}

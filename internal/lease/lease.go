@@ -64,6 +64,8 @@ var (
 	// ErrLost is matched by the cause of every lease that ended against its
 	// owner's will.
 	ErrLost = errors.New("lease lost")
+	// ErrNoCursor says that there is nothing to have a lease on.
+	ErrNoCursor = errors.New("the group has no cursor")
 	// errClosed is returned to those who wait when the manager stops.
 	errClosed = errors.New("leases are closed")
 )

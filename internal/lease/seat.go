@@ -2,6 +2,7 @@ package lease
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -63,8 +64,8 @@ const unknown = -1
 
 // Join adds a subscription to those that want the topic, or many topics, whose
 // patterns these are. It gets no cursor over others: refused is called with a
-// *cursor.OtherTopicsError when there turn out to be such, and with nil when that
-// is over; it must not call the manager. Join returns an error only when the
+// *cursor.OtherTopicsError when there turn out to be such, with ErrNoCursor when
+// there is none, and with nil when that is over; it must not call the manager. Join returns an error only when the
 // manager is closed.
 func (m *Manager) Join(topic cursor.Topic, patterns []string, refused func(error)) (*Seat, error) {
 	s := &Seat{manager: m, topic: topic, patterns: patterns, refused: refused, ready: make(chan struct{}, 1), since: time.Now()}
@@ -140,13 +141,13 @@ func (s *Seat) fits(patterns []string) error {
 }
 
 // compare tells the seat's owner if the cursors that there are turn out to be over
-// other topics, or no longer are. Called with mu held.
+// other topics, or there are none, or that is over. Called with mu held.
 func (s *Seat) compare(rows []cursor.Row) {
-	var other error
+	other := ErrNoCursor
 	if len(rows) > 0 {
 		other = s.fits(rows[0].Patterns)
 	}
-	if (other == nil) != (s.other == nil) {
+	if (other == nil) != (s.other == nil) || errors.Is(other, ErrNoCursor) != errors.Is(s.other, ErrNoCursor) {
 		s.other = other
 		s.refused(other)
 	}
