@@ -173,6 +173,8 @@ func TestSealsOfPartitionsThatAreMadeAgain(t *testing.T) {
 	t.Parallel()
 
 	f := newUpkeep(newFixture(t))
+	f.exec("UPDATE outbox.meta SET value = '3600' WHERE key = 'partition_interval'")
+	f.exec("UPDATE outbox.meta SET value = '43200' WHERE key = 'look_ahead'")
 	lower := time.Now().UTC().Truncate(time.Hour).Add(10 * time.Hour)
 	name := "messages_" + lower.Format("20060102t150405")
 	require.Equal(t, "made", f.text("SELECT outbox.upkeep_make($1, $2)", lower, lower.Add(time.Hour)))

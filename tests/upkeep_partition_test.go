@@ -487,7 +487,7 @@ func TestPartitionIsNotReadAtEachPass(t *testing.T) {
 	open := f.begin()
 	_, err := open.Exec(t.Context(), "SELECT pg_current_xact_id()")
 	require.NoError(t, err)
-	for rows, inside := range map[int]time.Time{20: insideFew, 20_000: insideMany} {
+	for rows, inside := range map[int]time.Time{20: insideFew, 60_000: insideMany} {
 		f.exec("INSERT INTO outbox.messages (topic, uuid, created_at) SELECT 'orders', g::text, $1 FROM generate_series(1, $2) g", inside, rows)
 	}
 	m := f.maintenance(nil)
@@ -509,7 +509,8 @@ func TestPartitionIsNotReadAtEachPass(t *testing.T) {
 	least, most := blocks(few), blocks(many)
 	t.Logf("%d and %d blocks", least, most)
 	require.Positive(t, least)
-	require.Less(t, most, least+50, "the index and the table of the larger one are more than 300 blocks")
+	// Each transaction that was running costs a look into an index, a deeper one.
+	require.Less(t, most, least+300, "the index and the table of the larger one are more than 900 blocks")
 }
 
 // Many messages that came behind a seal are published again in the order of their ids,
