@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
 	"github.com/millrace/watermill-outbox/internal/pgtest"
@@ -20,18 +19,9 @@ func TestLockWaitsAreThoseOfTheServersLog(t *testing.T) {
 	d, err := b.database(t.Context())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, b.close(t.Context())) }()
-	connect := func(name string) *pgx.Conn {
-		config, err := pgx.ParseConfig(d.url())
-		require.NoError(t, err)
-		config.RuntimeParams["application_name"] = name
-		conn, err := pgx.ConnectConfig(t.Context(), config)
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = conn.Close(context.Background()) })
-		return conn
-	}
 	waits, err := watchLockWaits(t.Context(), d)
 	require.NoError(t, err)
-	holder := connect("holder")
+	holder := d.connectAs(t, "holder")
 	require.Eventually(t, func() bool {
 		var timeout string
 		require.NoError(t, holder.QueryRow(t.Context(), "SHOW deadlock_timeout").Scan(&timeout))
@@ -42,7 +32,7 @@ func TestLockWaitsAreThoseOfTheServersLog(t *testing.T) {
 		require.NoError(t, err)
 		_, err = tx.Exec(t.Context(), "LOCK TABLE outbox.messages IN ACCESS EXCLUSIVE MODE")
 		require.NoError(t, err)
-		waiting := connect(name)
+		waiting := d.connectAs(t, name)
 		done := make(chan error, 1)
 		go func() {
 			_, err := waiting.Exec(t.Context(), "SET lock_timeout = '300ms'; LOCK TABLE outbox.messages IN ROW EXCLUSIVE MODE")

@@ -26,15 +26,7 @@ func TestSoakSeesWritersThatWaitForUpkeep(t *testing.T) {
 	d, err := b.database(t.Context())
 	require.NoError(t, err)
 	defer func() { require.NoError(t, b.close(t.Context())) }()
-	connect := func(name string) *pgx.Conn {
-		config, err := pgx.ParseConfig(d.url())
-		require.NoError(t, err)
-		config.RuntimeParams["application_name"] = name
-		conn, err := pgx.ConnectConfig(t.Context(), config)
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = conn.Close(context.Background()) })
-		return conn
-	}
+	connect := func(name string) *pgx.Conn { return d.connectAs(t, name) }
 	exec := func(conn *pgx.Conn, sql string) {
 		_, err := conn.Exec(t.Context(), sql)
 		require.NoError(t, err)
@@ -111,4 +103,16 @@ func TestSoakThirds(t *testing.T) {
 	middle, last = w.thirds(36*time.Second, size)
 	require.Nil(t, middle)
 	require.Nil(t, last)
+}
+
+// connectAs opens a connection of an application of this name, until the test ends.
+func (d *database) connectAs(t *testing.T, name string) *pgx.Conn {
+	t.Helper()
+	config, err := pgx.ParseConfig(d.url())
+	require.NoError(t, err)
+	config.RuntimeParams["application_name"] = name
+	conn, err := pgx.ConnectConfig(t.Context(), config)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close(context.Background()) })
+	return conn
 }

@@ -347,6 +347,12 @@ func TestPartitionDropMakesNobodyWait(t *testing.T) {
 	tx := f.begin()
 	f.insertAt(tx, "orders", time.Now(), "open")
 	f.passUntil(m, "it is emptied", func(s outbox.MaintenanceStatus) bool { return partitionOf(s, name).State == outbox.PartitionFreed })
+	// Two means, of which neither covers for the other: while a transaction stays on the
+	// log it is not tried, and what comes in between is waited for no longer than 50 ms.
+	require.Equal(t, "busy", f.text("SELECT outbox.upkeep_drop($1)", name))
+	require.Equal(t, []string{"delete", "drop", "free", "guard", "identify", "make", "seal", "strays", "sweep", "unguard", "validate"}, f.texts(`
+		SELECT DISTINCT substr(p.proname, 8) COLLATE "C" AS name FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+		WHERE n.nspname = $1 AND p.proname LIKE 'upkeep\_%' AND 'lock_timeout=50ms' = ANY (p.proconfig) AND p.proname <> 'upkeep_bury' ORDER BY 1`, oddSchema))
 
 	ctx, stop := context.WithCancel(t.Context())
 	var publishing sync.WaitGroup
@@ -375,26 +381,6 @@ func TestPartitionDropMakesNobodyWait(t *testing.T) {
 	}
 	require.NoError(t, tx.Commit(t.Context()))
 	f.passUntil(m, "it is dropped", func(s outbox.MaintenanceStatus) bool { return partitionOf(s, name) == nil })
-}
-
-// Neither of its two means covers for the other: while a transaction stays on the
-// log it is not tried, and what comes in between is waited for no longer than 50 ms.
-func TestPartitionDropIsBoundedTwice(t *testing.T) {
-	t.Parallel()
-
-	f := newUpkeep(newFixture(t))
-	name, inside := f.past(3)
-	f.insertAt(f.pool, "orders", inside, "1")
-	m := f.maintenance(nil)
-	f.requireState(m, name, outbox.PartitionSealed)
-	f.consumed("a", "orders", 1)
-	tx := f.begin()
-	f.insertAt(tx, "orders", time.Now(), "open")
-	f.passUntil(m, "it is emptied", func(s outbox.MaintenanceStatus) bool { return partitionOf(s, name).State == outbox.PartitionFreed })
-	require.Equal(t, "busy", f.text("SELECT outbox.upkeep_drop($1)", name))
-	require.Equal(t, []string{"delete", "drop", "free", "guard", "identify", "make", "seal", "strays", "sweep", "unguard", "validate"}, f.texts(`
-		SELECT DISTINCT substr(p.proname, 8) COLLATE "C" AS name FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-		WHERE n.nspname = $1 AND p.proname LIKE 'upkeep\_%' AND 'lock_timeout=50ms' = ANY (p.proconfig) AND p.proname <> 'upkeep_bury' ORDER BY 1`, oddSchema))
 }
 
 // A transaction that was writing when the time of a partition was over keeps it from
