@@ -86,10 +86,9 @@ type MaintenanceConfig struct {
 	// error the partition stays, and is tried again at the next pass. It may be given
 	// a partition more than once, as after a crash, or with what came into it after it
 	// was emptied (SealedAt tells these apart). Of the DEFAULT partition it is given
-	// what is about to be deleted, again and again while messages come there; that
-	// reads the whole log. Meanwhile a transaction is open, and the rest of the upkeep
-	// waits. The context ends with the Consumer or Maintenance, or when another
-	// process takes over.
+	// what is about to be deleted, again and again while messages come there. Meanwhile a
+	// transaction is open, and the rest of the upkeep waits. The context ends with the
+	// Consumer or Maintenance, or when another process takes over.
 	Archive func(ctx context.Context, partition PartitionStatus, content io.Reader) error
 }
 

@@ -46,6 +46,18 @@ func TestPartitionThatWasDetached(t *testing.T) {
 			}
 			require.Equal(t, 3, f.rowsOf(name))
 
+			// Nor is that forgotten when it comes back with another range, or was out of sight.
+			f.exec(detach)
+			f.exec("ALTER TABLE outbox.messages ATTACH PARTITION outbox." + name + " FOR VALUES FROM ('" + inside.Truncate(time.Hour).Format(time.RFC3339) + "') TO ('" + inside.Truncate(time.Hour).Add(50*time.Minute).Format(time.RFC3339) + "')")
+			f.pass(m)
+			require.Equal(t, outbox.PartitionDetached, partitionOf(m.Status(), name).State)
+			f.exec(detach)
+			f.exec("ALTER TABLE outbox." + name + " RENAME TO away")
+			require.NotContains(t, problems(f.pass(m)), name)
+			f.exec("ALTER TABLE outbox.away RENAME TO " + name)
+			f.exec(attach)
+			require.Contains(t, problems(f.pass(m)), name+": was detached by somebody else and attached again")
+
 			consumer := f.consumer(nil)
 			_, err := consumer.Seek(t.Context(), "late", "orders", outbox.SeekEarliest(), outbox.SeekOptions{})
 			require.NoError(t, err)

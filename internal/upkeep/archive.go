@@ -21,8 +21,8 @@ type Archive func(ctx context.Context, partition Partition, content io.Reader) e
 // error.
 func (p *pass) archive(ctx context.Context, part Partition) error {
 	var text string
-	log := pgx.Identifier{p.config.Schema, "messages"}.Sanitize()
-	if err := p.table.call(ctx, p.config.Timeout, archiveText, []any{part.Name, log}, &text); err != nil {
+	log, spare := pgx.Identifier{p.config.Schema, "messages"}.Sanitize(), pgx.Identifier{p.config.Schema, "messages_default"}.Sanitize()
+	if err := p.table.call(ctx, p.config.Timeout, archiveText, []any{part.Name, log, spare}, &text); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)

@@ -240,7 +240,7 @@ func (p *pass) partition(ctx context.Context, part Partition) error {
 		part.State = Sealed
 	}
 	strays := 0
-	for {
+	for range maxStrays { // what is left is for the next pass: the seal stands
 		n, err := p.table.count(ctx, "SELECT outbox.upkeep_strays($1::text, $2::integer)", part.Name, batch)
 		if err == nil && n < 0 {
 			if err = p.table.done(ctx, "SELECT outbox.upkeep_identify($1::text)::text", part.Name); err == nil {

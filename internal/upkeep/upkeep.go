@@ -24,6 +24,8 @@ const (
 	lease = 10 * time.Second
 	// batch is how many rows a transaction deletes or moves at most.
 	batch = 1000
+	// maxStrays is how many batches are published again of a partition in a pass.
+	maxStrays = 50
 	// unarchived is what upkeep_delete has seen where the archive comes first.
 	unarchived = -1
 	// longTimeout bounds what reads all of the DEFAULT partition, and holds no

@@ -17,8 +17,8 @@
 --            the rows that seal sees are to go next
 --   freed    emptied; what is left is a shell, which is dropped when that makes
 --            nobody wait
---   detached somebody else detached it while there may have been rows in it, and
---            readers went on without them: attached again or not, it is left alone
+--   detached somebody else detached it, or dropped it, while there may have been rows
+--            in it, and readers went on without them: back or not, it is left alone
 --
 -- A position whose P covers the seal has all of the partition. delivered_at is
 -- when every group had, held_by and held_since say who has not. error is why the
@@ -185,7 +185,7 @@ BEGIN
     END IF;
     -- A name that has another range now is another table.
     UPDATE outbox.partitions q
-    SET lower = a.lower, upper = a.upper, state = 'open', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL,
+    SET lower = a.lower, upper = a.upper, state = CASE WHEN q.state = 'detached' THEN q.state ELSE 'open' END, waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL,
         delivered_at = NULL, archived_at = NULL, freed_at = NULL, held_by = NULL, held_since = NULL
     FROM outbox.upkeep_attached(NULL::text) a
     WHERE a.name = q.name AND a.kind = 'ours' AND (a.lower, a.upper) IS DISTINCT FROM (q.lower, q.upper);
@@ -197,18 +197,23 @@ BEGIN
         WHERE NOT EXISTS (SELECT FROM outbox.upkeep_attached(NULL::text) a WHERE a.name = q.name AND a.kind IN ('ours', 'default'))
     LOOP
         object := p.name;
-        IF NOT p.there THEN
+        IF NOT p.there AND p.state = 'freed' THEN
             DELETE FROM outbox.partitions q WHERE q.name = p.name;
-            CONTINUE WHEN p.state = 'freed';
+            CONTINUE;
+        END IF;
+        -- That it has another name, or is in another schema, for a while looks like this,
+        -- too: the row stays.
+        CONTINUE WHEN NOT p.there AND p.state = 'detached';
+        IF p.state NOT IN ('freed', 'detached') THEN
+            UPDATE outbox.partitions q
+            SET state = 'detached', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
+                held_by = NULL, held_since = NULL
+            WHERE q.name = p.name;
+            UPDATE outbox.upkeep u SET voids = u.voids + 1;
+        END IF;
+        IF NOT p.there THEN
             problem := 'was dropped by somebody else, and with it the messages it held';
         ELSE
-            IF p.state NOT IN ('freed', 'detached') THEN
-                UPDATE outbox.partitions q
-                SET state = 'detached', waits_for = '{}', seal = NULL, seal_era = NULL, sealed_at = NULL, delivered_at = NULL, archived_at = NULL,
-                    held_by = NULL, held_since = NULL
-                WHERE q.name = p.name;
-                UPDATE outbox.upkeep u SET voids = u.voids + 1;
-            END IF;
             problem := 'was detached by somebody else: the messages in it are not read, and would not be if it were attached again, for readers go on; insert into messages again what is needed of it (topic, key, uuid, metadata, payload), and drop it';
         END IF;
         RETURN NEXT;
@@ -527,7 +532,10 @@ END $body$;
 -- insert into the past, as after a clock that was set back. Where they are, at
 -- most so many, the oldest ids first if it is a few. By topic, for the index begins
 -- with it; and not from xmin(seal) on, below which there is nothing if a transaction
--- was open all over the time of the partition.
+-- was open all over the time of the partition; nor beyond what this cluster has
+-- issued, where there are ids of others.
+--
+-- A seal says something of the rows of its own era, on whichever cluster.
 CREATE FUNCTION outbox.upkeep_unseen(quoted text, seal pg_snapshot, seal_era bigint, most integer) RETURNS tid[]
     LANGUAGE plpgsql VOLATILE
     SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET enable_bitmapscan = off
@@ -545,7 +553,7 @@ BEGIN
             -- The era is no part of what is searched by: the planner would take the
             -- index that has it, and read all of the topic.
             SELECT l.place FROM topic t CROSS JOIN LATERAL (
-                SELECT b.* FROM (SELECT m.ctid AS place, m.id, m.era FROM ONLY %1$s m WHERE m.topic = t.name AND m.xid >= pg_snapshot_xmax($1) OFFSET 0) AS b
+                SELECT b.* FROM (SELECT m.ctid AS place, m.id, m.era FROM ONLY %1$s m WHERE m.topic = t.name AND m.xid >= pg_snapshot_xmax($1) AND m.xid < $4 OFFSET 0) AS b
                 UNION ALL
                 SELECT b.* FROM pg_snapshot_xip($1) AS x
                 CROSS JOIN LATERAL (SELECT m.ctid, m.id, m.era FROM ONLY %1$s m WHERE m.topic = t.name AND m.xid = x OFFSET 0) AS b
@@ -553,7 +561,8 @@ BEGIN
             WHERE t.name IS NOT NULL AND l.era = $2
             ORDER BY CASE WHEN $3 > 1 THEN l.id END LIMIT $3
         ) AS r
-        $q$, quoted) INTO found USING seal, seal_era, most;
+        $q$, quoted) INTO found USING seal, seal_era, most,
+            CASE WHEN seal_era = outbox.era() THEN pg_snapshot_xmax(pg_current_snapshot()) ELSE '18446744073709551615'::xid8 END;
     RETURN coalesce(found, '{}');
 END $body$;
 
@@ -581,13 +590,12 @@ BEGIN
     IF p.upper IS NULL OR p.state NOT IN ('sealed', 'freed') THEN
         RETURN 0;
     END IF;
-    IF p.seal_era <> outbox.era() THEN
-        -- Sealed on another cluster, so it says nothing of what was written on this one.
-        PERFORM outbox.upkeep_reopen(name);
-        RETURN 0;
-    END IF;
     most := least(greatest(most, 1), 1000);
     IF cardinality(outbox.upkeep_unseen(p.quoted, p.seal, p.seal_era, 1)) = 0 THEN
+        -- One of another cluster says nothing of what was written on this one.
+        IF p.seal_era <> outbox.era() THEN
+            PERFORM outbox.upkeep_reopen(name);
+        END IF;
         RETURN 0;
     END IF;
     IF (SELECT c.relreplident FROM pg_class c WHERE c.oid = p.relation) <> 'f' AND EXISTS (SELECT FROM pg_publication u WHERE u.pubdelete) THEN
@@ -734,8 +742,8 @@ BEGIN
     IF p.state <> 'sealed' THEN
         RETURN NULL;
     END IF;
-    IF p.seal_era <> outbox.era() THEN
-        PERFORM outbox.upkeep_reopen(name); -- see upkeep_strays
+    IF p.upper IS NULL AND p.seal_era <> outbox.era() THEN
+        PERFORM outbox.upkeep_reopen(name); -- marked on another cluster: mark again
         RETURN NULL;
     END IF;
     who := outbox.upkeep_holder(name, unread);
@@ -855,13 +863,15 @@ BEGIN
     deleted := 0;
     most := least(greatest(most, 1), 1000);
     SELECT * INTO p FROM outbox.upkeep_partition('messages_default'::text);
+    IF p.state <> 'sealed' OR p.seal_era <> outbox.era() OR p.delivered_at IS NULL
+        OR p.delivered_at + make_interval(secs => greatest(retention, 0)) > clock_timestamp()
+    THEN
+        RETURN;
+    END IF;
     -- Whoever moves a position locks its row to change the key first: what is looked at
     -- here still holds for the rows that the next statement deletes. Checkpoints go on.
     PERFORM FROM outbox.cursors FOR KEY SHARE;
-    IF p.state <> 'sealed' OR p.seal_era <> outbox.era() OR p.delivered_at IS NULL
-        OR p.delivered_at + make_interval(secs => greatest(retention, 0)) > clock_timestamp()
-        OR outbox.upkeep_holder('messages_default'::text, unread) IS NOT NULL
-    THEN
+    IF outbox.upkeep_holder('messages_default'::text, unread) IS NOT NULL THEN
         RETURN;
     END IF;
     IF archived AND p.archived_at IS NULL THEN
