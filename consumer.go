@@ -381,8 +381,9 @@ func (c *Consumer) start() {
 
 // Close closes all Subscribers, gives up what the process holds and closes the
 // connections. It takes as long as the longest grace period (see
-// SubscriberConfig.CloseTimeout) plus a few statements, and may be called more
-// than once; later calls wait for the first.
+// SubscriberConfig.CloseTimeout) plus a few statements; if the database does not
+// answer that is their time limits, and some 15 seconds in which pgx takes leave of
+// each connection. It may be called more than once; later calls wait for the first.
 func (c *Consumer) Close() error {
 	c.mu.Lock()
 	if c.closed {
