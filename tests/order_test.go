@@ -192,7 +192,7 @@ func TestOrderPerKey(t *testing.T) {
 					over = true
 				case <-time.After(time.Duration(500+random.IntN(1500)) * time.Millisecond):
 					i := random.IntN(len(r.list))
-					if random.IntN(3) == 0 {
+					if kills > 0 && random.IntN(3) == 0 {
 						stops++
 						r.end(i, func(p *orderReplica) error { return p.stdin.Close() })
 					} else {
