@@ -164,8 +164,15 @@ func TestRouterPoisonTopicThatCannotBeWritten(t *testing.T) {
 	require.Empty(t, handled)
 	// The trigger itself could not be dropped beside inserts.
 	f.exec("CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $do$ BEGIN RETURN new; END $do$")
-	await(t, failing)
-	require.Equal(t, "good", await(t, handled))
+	for good := ""; good == ""; {
+		select {
+		case <-failing: // the message of the third may have been written already
+		case good = <-handled:
+			require.Equal(t, "good", good)
+		case <-time.After(waitFor):
+			require.FailNow(t, "the good one does not come")
+		}
+	}
 	stop()
 	require.Equal(t, []string{"fails"}, f.storedUUIDs(t, "poison"))
 }
