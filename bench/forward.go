@@ -23,7 +23,7 @@ import (
 const (
 	forwardMessages = 80_000
 	// forwardStock is how many Watermill's own Forwarder gets, which takes longer.
-	forwardStock    = 4_000
+	forwardStock    = 16_000
 	forwardKeys     = 1000
 	forwardInFlight = 64
 	forwardTopic    = "orders"
