@@ -58,3 +58,9 @@ func (w *lockWaits) end(ctx context.Context, application string) (n int, known b
 	}
 	return n, true, err
 }
+
+// addLockWaits adds the figure of how many there were of writers.
+func (b *bench) addLockWaits(n int) {
+	metric := fmt.Sprintf("waits of writers for a table of more than %d ms, by the server's log", soakMaxWait)
+	b.add(newFigure(b.scenario, metric, "", series{float64(n)}, nil, maxValue(0)))
+}

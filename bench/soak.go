@@ -62,8 +62,7 @@ func soakScenario(ctx context.Context, b *bench) error {
 		return err
 	}
 	_, err = b.turn(ctx, b.scenario, contender{run: func(ctx context.Context) (float64, error) { return 0, s.run(ctx) }})
-	var logErr error
-	s.waits, s.waitsKnown, logErr = waits.end(ctx, soakWriterName)
+	long, known, logErr := waits.end(ctx, soakWriterName)
 	err = errors.Join(err, logErr)
 	if s.database.server.Owned() {
 		reset := context.WithoutCancel(ctx)
@@ -72,7 +71,19 @@ func soakScenario(ctx context.Context, b *bench) error {
 	if err == nil {
 		err = s.report()
 	}
+	if err == nil && known {
+		b.addLockWaits(long)
+	}
 	return err
+}
+
+// soakDatabase makes a database whose partitions are short, with the upkeep for them.
+func (b *bench) soakDatabase(ctx context.Context) (*database, outbox.MaintenanceConfig, error) {
+	interval := max(b.duration(soakInterval).Round(time.Second), schema.MinPartitionInterval)
+	d, err := b.databaseWith(ctx, schema.Config{PartitionInterval: interval, LookAhead: 10 * interval})
+	return d, outbox.MaintenanceConfig{
+		Interval: max(b.duration(soakUpkeep), outbox.MinMaintenanceInterval), Retention: interval, SealDelay: b.duration(soakSealDelay),
+	}, err
 }
 
 // soakTopic is the name of a topic, by number.
@@ -93,21 +104,14 @@ type soak struct {
 	// in which the group had its messages from the WAL.
 	rate float64
 	live series
-	// waits are those of more than soakMaxWait that the server has logged, if it could
-	// be asked to.
-	waits      int
-	waitsKnown bool
 }
 
 func newSoak(ctx context.Context, b *bench) (*soak, error) {
-	interval := max(b.duration(soakInterval).Round(time.Second), schema.MinPartitionInterval)
-	d, err := b.databaseWith(ctx, schema.Config{PartitionInterval: interval, LookAhead: 10 * interval})
+	d, upkeep, err := b.soakDatabase(ctx)
 	if err != nil {
 		return nil, err
 	}
-	s := &soak{bench: b, database: d, upkeep: outbox.MaintenanceConfig{
-		Interval: max(b.duration(soakUpkeep), outbox.MinMaintenanceInterval), Retention: interval, SealDelay: b.duration(soakSealDelay),
-	}}
+	s := &soak{bench: b, database: d, upkeep: upkeep}
 	for i := range uint32(soakKeys) {
 		s.keys = append(s.keys, &soakKey{number: i})
 	}
@@ -202,9 +206,6 @@ func (s *soak) report() error {
 	s.growth("dead rows of other tables, likewise", "", 1, func(m soakSample) float64 { return m.deadInOther }, dead)
 
 	add("longest wait of a writer for a lock because of upkeep", "ms", s.watch.byUpkeep, maxValue(soakMaxWait))
-	if s.waitsKnown {
-		add(fmt.Sprintf("waits of writers for a table of more than %d ms, by the server's log", soakMaxWait), "", float64(s.waits), maxValue(0))
-	}
 	if s.watch.culprit != "" {
 		s.logf("the longest wait because of upkeep was for: %s", s.watch.culprit)
 	}

@@ -93,11 +93,7 @@ func (w *soakWriters) write(ctx, ending context.Context, random *rand.Rand) erro
 			return err
 		}
 		w.committed.Add(int64(size))
-		for took := int64(time.Since(began)); ; {
-			if slowest := w.slowest.Load(); took <= slowest || w.slowest.CompareAndSwap(slowest, took) {
-				break
-			}
-		}
+		raise(&w.slowest, int64(time.Since(began)))
 	}
 }
 
@@ -228,5 +224,15 @@ func wait(ctx context.Context, d time.Duration) {
 	select {
 	case <-timer.C:
 	case <-ctx.Done():
+	}
+}
+
+// raise makes a number what it is to be at the least.
+func raise(number *atomic.Int64, least int64) {
+	for {
+		old := number.Load()
+		if least <= old || number.CompareAndSwap(old, least) {
+			return
+		}
 	}
 }

@@ -33,17 +33,11 @@ const (
 // partitions, have everything delivered, and clear the DEFAULT partition, and nobody
 // who publishes may wait for it. It is one run, whatever -rounds says.
 func spareScenario(ctx context.Context, b *bench) error {
-	interval := max(b.duration(soakInterval).Round(time.Second), schema.MinPartitionInterval)
-	d, err := b.databaseWith(ctx, schema.Config{PartitionInterval: interval, LookAhead: 10 * interval})
+	d, upkeep, err := b.soakDatabase(ctx)
 	if err != nil {
 		return err
 	}
-	s := &spare{
-		bench: b, database: d, rows: b.count(spareRows), emptied: make(chan struct{}),
-		upkeep: outbox.MaintenanceConfig{
-			Interval: max(b.duration(soakUpkeep), outbox.MinMaintenanceInterval), Retention: interval, SealDelay: b.duration(soakSealDelay),
-		},
-	}
+	s := &spare{bench: b, database: d, rows: b.count(spareRows), upkeep: upkeep, emptied: make(chan struct{})}
 	if err := s.neglect(ctx); err != nil {
 		return err
 	}
@@ -58,7 +52,7 @@ func spareScenario(ctx context.Context, b *bench) error {
 	}
 	s.report()
 	if known {
-		s.add(newFigure(s.scenario, fmt.Sprintf("waits of writers for a table of more than %d ms, by the server's log", soakMaxWait), "", series{float64(long)}, nil, maxValue(0)))
+		b.addLockWaits(long)
 	}
 	return nil
 }
@@ -191,11 +185,7 @@ func (s *spare) write(ctx, ending context.Context, publisher *outbox.Publisher) 
 			return err
 		}
 		s.published.Add(1)
-		for took := int64(time.Since(began)); ; {
-			if slowest := s.slowest.Load(); took <= slowest || s.slowest.CompareAndSwap(slowest, took) {
-				break
-			}
-		}
+		raise(&s.slowest, int64(time.Since(began)))
 		wait(ending, sparePause)
 	}
 	return ctx.Err()

@@ -65,8 +65,8 @@ const unknown = -1
 // Join adds a subscription to those that want the topic, or many topics, whose
 // patterns these are. It gets no cursor over others: refused is called with a
 // *cursor.OtherTopicsError when there turn out to be such, with ErrNoCursor when
-// there is none, and with nil when that is over; it must not call the manager. Join returns an error only when the
-// manager is closed.
+// there is none, and with nil when that is over; it must not call the manager.
+// Join returns an error only when the manager is closed.
 func (m *Manager) Join(topic cursor.Topic, patterns []string, refused func(error)) (*Seat, error) {
 	s := &Seat{manager: m, topic: topic, patterns: patterns, refused: refused, ready: make(chan struct{}, 1), since: time.Now()}
 	m.mu.Lock()
