@@ -51,7 +51,6 @@ func (s *fakeOutbox) open(of settings, _ watermill.LoggerAdapter) (feed, error) 
 	}
 	f := s.feed(of.destination.Name)
 	f.maxInFlight, f.batch, f.maxAttempts, f.grace = of.destination.MaxInFlight, of.BatchSize, of.MaxAttempts, of.CloseTimeout
-	f.changed = make(chan struct{}, 1)
 	f.lease, f.lose = context.WithCancelCause(context.Background())
 	return f, nil
 }
@@ -65,7 +64,7 @@ func (s *fakeOutbox) feed(destination string) *fakeFeed {
 	}
 	f := s.feeds[destination]
 	if f == nil {
-		f = &fakeFeed{source: s, attempts: map[int64]int{}, acked: map[int64]bool{}, dead: map[int64]error{}, busy: map[string]bool{}, since: map[string]int{}}
+		f = &fakeFeed{source: s, changed: make(chan struct{}, 1), attempts: map[int64]int{}, acked: map[int64]bool{}, dead: map[int64]error{}, busy: map[string]bool{}, since: map[string]int{}}
 		s.feeds[destination] = f
 	}
 	return f
@@ -74,10 +73,9 @@ func (s *fakeOutbox) feed(destination string) *fakeFeed {
 // add stores another message.
 func (s *fakeOutbox) add(r row) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.rows = append(s.rows, r)
-	feeds := s.feeds
-	s.mu.Unlock()
-	for _, f := range feeds {
+	for _, f := range s.feeds {
 		f.wake()
 	}
 }
