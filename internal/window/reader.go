@@ -521,6 +521,11 @@ type header struct {
 	rows int
 }
 
+// growth is for how many more rows there is to be room on a page with so many, which
+// come one by one: little for the few rows that a look finds as a rule, and soon a whole
+// page, of which copies are large.
+func (r Reader) growth(rows int) int { return min(max(3*rows, 8), max(r.Limits.Rows-rows, 1)) }
+
 // full reports whether rows may follow on this page, and its last row. A page
 // that was cut by bytes is as full as one that was cut by rows.
 func (h header) full(limits Limits) (bool, Row) {
@@ -579,6 +584,9 @@ func (r Reader) read(ctx context.Context, db Querier, pos Position, kind pageKin
 		// not would lose rows, so it is an error.
 		if len(page.Rows) > 0 && !head.last.before(l.row) {
 			return header{}, Page{}, fmt.Errorf("a page is out of order: id %d after %d", l.row.ID, head.last.ID)
+		}
+		if len(page.Rows) == cap(page.Rows) {
+			page.Rows = slices.Grow(page.Rows, r.growth(len(page.Rows)))
 		}
 		page.Rows = append(page.Rows, l.row)
 		head.last, head.bytes = l.row, l.total
