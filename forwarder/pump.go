@@ -65,12 +65,17 @@ func (p *pump) employ(batches <-chan []*message.Message) {
 // the next. So there are as many workers as were ever needed at once, and one more:
 // to begin one for each batch, whose stack grows anew, costs more than what it does.
 func (p *pump) work(batches <-chan []*message.Message) {
+	var line []consumed // reused: nobody keeps what is in it
 	for batch := range batches {
 		if p.idle.Add(-1) == 0 {
 			p.employ(batches)
 		}
 		p.inFlight.Add(1)
-		p.forward(batch)
+		line = p.consume(batch, line[:0])
+		p.forward(line)
+		if clear(line); cap(line) > DefaultBatchSize {
+			line = nil // there may be many workers
+		}
 		p.inFlight.Add(-1)
 		p.idle.Add(1)
 	}
@@ -79,13 +84,17 @@ func (p *pump) work(batches <-chan []*message.Message) {
 	}
 }
 
+// consume appends the messages of a line.
+func (p *pump) consume(batch []*message.Message, line []consumed) []consumed {
+	for _, msg := range batch {
+		line = append(line, consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)})
+	}
+	return line
+}
+
 // forward publishes the messages of a line, one after the other, until one has to
 // be left.
-func (p *pump) forward(batch []*message.Message) {
-	line := make([]consumed, len(batch))
-	for i, msg := range batch {
-		line[i] = consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)}
-	}
+func (p *pump) forward(line []consumed) {
 	for len(line) > 0 && (line[0].settled || p.one(&line[0], line[1:])) {
 		line = line[1:]
 	}
