@@ -17,7 +17,9 @@ type Outgoing struct {
 
 // BatchPublisher is a Publisher that really sends many messages at once, faster
 // than one by one. A Destination's Publisher that has this method is used by it
-// alone: messages that become ready while a call runs leave together in the next.
+// alone. Messages that become ready while a call runs leave together in the next. Two
+// calls run at a time: beside one the other begins with as many messages as that has, or
+// with those that have waited for a millisecond.
 type BatchPublisher interface {
 	message.Publisher
 
@@ -40,6 +42,10 @@ const (
 	// maxCalls is how many calls run at the same time, beside those that hang: one is
 	// prepared while the other waits for the broker.
 	maxCalls = 2
+	// linger is how long messages may wait for others while one call runs. What is
+	// answered comes back one by one, and without a wait every other call would have a
+	// single message: the idea is that of Nagle, RFC 896.
+	linger = time.Millisecond
 )
 
 // errBatchResult is of a publisher that does not do what BatchPublisher says.
@@ -59,8 +65,13 @@ type combiner struct {
 
 	mu    sync.Mutex
 	queue []*parcel
-	// calls counts the callers, those that hang aside.
-	calls int
+	// calls counts the callers, inCalls the messages that they have with the publisher,
+	// those that hang aside.
+	calls, inCalls int
+	// waiting says that what is queued waits for others, waited that it has waited long
+	// enough. takes counts what was taken, after which a wait is over.
+	waiting, waited bool
+	takes           uint64
 
 	// parcels are those that nothing is in, for the next messages.
 	parcels sync.Pool
@@ -100,40 +111,78 @@ func (c *combiner) publish(of *consumed, out outgoing) error {
 // employ begins a caller for what is queued, if there may be another. Called with mu
 // held.
 func (c *combiner) employ() {
-	if len(c.queue) > 0 && c.calls < maxCalls {
+	if c.calls < maxCalls && c.due() {
 		c.calls++
 		go c.call()
 	}
 }
 
-// leave makes a caller's place free.
-func (c *combiner) leave() {
+// due reports whether what is queued is to go, now that another caller could take it.
+// If not, it is seen to that it goes soon. Called with mu held.
+func (c *combiner) due() bool {
+	switch n := len(c.queue); {
+	case n == 0:
+		return false
+	case c.waited, n >= c.inCalls, n >= maxBatch:
+		return true
+	}
+	if !c.waiting {
+		c.waiting = true
+		takes := c.takes
+		time.AfterFunc(linger, func() { c.endWait(takes) })
+	}
+	return false
+}
+
+// endWait ends the wait that began after so many were taken.
+func (c *combiner) endWait(takes uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if takes == c.takes {
+		c.waited = true
+		c.employ()
+	}
+}
+
+// leave makes the place of a caller free that has so many messages with the publisher.
+func (c *combiner) leave(n int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.calls--
+	c.inCalls -= n
 	c.employ()
 }
 
-// call calls the publisher until nothing is queued, or a call has hung.
+// call calls the publisher until nothing is to go, or a call has hung.
 func (c *combiner) call() {
+	back := 0
 	for {
-		batch := c.take()
-		if len(batch) == 0 {
-			c.leave()
+		batch := c.take(back)
+		n := len(batch)
+		if n == 0 {
+			c.leave(0)
 			return
 		}
-		hangs := time.AfterFunc(c.patience, c.leave)
+		hangs := time.AfterFunc(c.patience, func() { c.leave(n) })
 		c.send(batch)
 		if !hangs.Stop() {
 			return // another has the place
 		}
+		back = n
 	}
 }
 
-// take takes what may go together, in the order of arrival.
-func (c *combiner) take() []*parcel {
+// take takes what may go together, in the order of arrival, if it is to go. It is told
+// how many messages the caller has back from the publisher.
+func (c *combiner) take(back int) []*parcel {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.inCalls -= back
+	if !c.due() {
+		return nil
+	}
+	c.waiting, c.waited = false, false
+	c.takes++
 	n, bytes := 0, 0
 	for ; n < len(c.queue) && n < maxBatch; n++ {
 		bytes += len(c.queue[n].msg.Payload)
@@ -143,6 +192,8 @@ func (c *combiner) take() []*parcel {
 	}
 	batch := c.queue[:n:n]
 	c.queue = c.queue[n:]
+	c.inCalls += n
+	c.employ() // for what is left over
 	return batch
 }
 

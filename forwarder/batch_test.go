@@ -195,27 +195,122 @@ func TestWhatWaitsForABatch(t *testing.T) {
 	})
 }
 
+// combining returns what publishes messages of a size each with one combiner, and waits
+// until nothing more happens at this moment.
+func combining(t *testing.T, publisher BatchPublisher) (publish func(n, size int), publishing *sync.WaitGroup) {
+	t.Helper()
+	c := &combiner{
+		publisher: publisher, patience: time.Minute,
+		mayBegin: func(*consumed) error { return nil }, deadline: func() time.Time { return time.Now().Add(time.Hour) },
+	}
+	publishing = &sync.WaitGroup{}
+	return func(n, size int) {
+		for range n {
+			msg := message.NewMessage("u", make([]byte, size))
+			publishing.Go(func() {
+				if err := c.publish(&consumed{Message: msg, ctx: t.Context()}, outgoing{topic: "t", msg: msg}); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		synctest.Wait()
+	}, publishing
+}
+
+// What comes while a call runs waits until it is as much as what is in calls, or a
+// millisecond has passed, or no call runs: or each message that comes back would
+// leave alone.
+func TestMessagesWaitForOthers(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		b := newBatchBroker(nil)
+		type call struct {
+			n      int
+			answer chan struct{}
+		}
+		calls := make(chan call, 10)
+		b.result = func(batch []Outgoing) []error {
+			c := call{len(batch), make(chan struct{})}
+			calls <- c
+			<-c.answer
+			return nil
+		}
+		publish, publishing := combining(t, b)
+		begun := func(n int) call {
+			t.Helper()
+			require.NotEmpty(t, calls)
+			c := <-calls
+			require.Equal(t, n, c.n)
+			return c
+		}
+		answer := func(c call) {
+			close(c.answer)
+			synctest.Wait()
+		}
+
+		publish(1, 1)
+		first := begun(1) // no call runs
+		publish(1, 1)
+		second := begun(1) // as many as in calls
+		publish(5, 1)
+		require.Empty(t, calls, "two calls run")
+		answer(first)
+		five := begun(5)
+		answer(second)
+
+		publish(4, 1)
+		require.Empty(t, calls, "five are in a call")
+		start := time.Now()
+		four := <-calls
+		require.Equal(t, 4, four.n)
+		require.Equal(t, linger, time.Since(start))
+		answer(four)
+
+		start = time.Now()
+		publish(4, 1)
+		require.Empty(t, calls, "that others have waited says nothing about these")
+		publish(1, 1)
+		others := begun(5)
+		publish(1, 1)
+		answer(five)
+		require.Empty(t, calls, "five are in a call")
+		answer(others)
+		answer(begun(1)) // no call runs
+		require.Zero(t, time.Since(start))
+		publishing.Wait()
+	})
+}
+
+// What does not fit into a call goes into another one, at once if it may.
+func TestWhatABatchLeavesOver(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		b := newBatchBroker(nil)
+		var begun []time.Duration
+		start := time.Now()
+		b.result = func([]Outgoing) []error {
+			b.mu.Lock()
+			begun = append(begun, time.Since(start))
+			b.mu.Unlock()
+			time.Sleep(20 * time.Second)
+			return nil
+		}
+		publish, publishing := combining(t, b)
+		publish(1, 1)
+		publish(1, 1)
+		publish(5, 1)
+		time.Sleep(40*time.Second - linger/2) // the five are in a call that is about to end
+		publish(3, maxBatchBytes/2)
+		publishing.Wait()
+		require.Equal(t, []int{1, 1, 5, 2, 1}, b.sizes)
+		require.LessOrEqual(t, begun[4]-begun[3], linger)
+	})
+}
+
 // A call is bounded in number and bytes; one large message goes all the same.
 func TestBatchesAreBounded(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		b := newBatchBroker(nil)
 		b.perCall = time.Second
-		c := &combiner{
-			publisher: b, patience: time.Hour,
-			mayBegin: func(*consumed) error { return nil }, deadline: func() time.Time { return time.Now().Add(time.Hour) },
-		}
-		var publishing sync.WaitGroup
-		publish := func(n, size int) {
-			for range n {
-				msg := message.NewMessage("u", make([]byte, size))
-				publishing.Go(func() {
-					if err := c.publish(&consumed{Message: msg, ctx: t.Context()}, outgoing{topic: "t", msg: msg}); err != nil {
-						t.Error(err)
-					}
-				})
-			}
-			synctest.Wait()
-		}
+		publish, publishing := combining(t, b)
 		// While these are on their way, the others gather.
 		publish(1, 1)
 		publish(1, 1)
