@@ -52,11 +52,7 @@ func forwardInBatches(ctx context.Context, url string, source forwarder.Source) 
 		return err
 	}
 	defer conn.Close()
-	js, err := conn.JetStream(nats.PublishAsyncTimeout(forwarder.DefaultPublishTimeout))
-	if err != nil {
-		return err
-	}
-	publisher, err := jetstream.NewPublisher(js, jetstream.PublisherConfig{})
+	publisher, err := jetstream.NewPublisher(conn, jetstream.PublisherConfig{})
 	if err != nil {
 		return err
 	}

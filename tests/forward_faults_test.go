@@ -157,12 +157,7 @@ func connectBatches(url string, _ watermill.LoggerAdapter) (message.Publisher, e
 	if err != nil {
 		return nil, err
 	}
-	js, err := conn.JetStream()
-	if err != nil {
-		conn.Close()
-		return nil, err
-	}
-	publisher, err := jetstream.NewPublisher(js, jetstream.PublisherConfig{})
+	publisher, err := jetstream.NewPublisher(conn, jetstream.PublisherConfig{})
 	if err != nil {
 		conn.Close()
 		return nil, err

@@ -3,6 +3,8 @@ package jetstream
 import (
 	"testing"
 
+	wmnats "github.com/ThreeDotsLabs/watermill-nats/v2/pkg/nats"
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/nats-io/nats.go"
 	"github.com/stretchr/testify/require"
 
@@ -35,5 +37,24 @@ func TestMetadataThatIsNoHeader(t *testing.T) {
 		require.ErrorIs(t, err, ErrMetadata, header)
 		require.True(t, outbox.IsPermanent(err))
 		require.Equal(t, forwarder.FaultPermanent, Classify(err))
+	}
+}
+
+// What is published is what watermill-nats publishes.
+func TestMarshalLikeWatermill(t *testing.T) {
+	t.Parallel()
+
+	for _, metadata := range []message.Metadata{
+		nil, {}, {"key": "value"}, {"lower": "", "Upper": "b", "x-y": "ü"}, {wmnats.WatermillUUIDHdr: "another"},
+	} {
+		for _, payload := range []message.Payload{nil, {}, []byte("payload")} {
+			msg := message.NewMessage("uuid", payload)
+			msg.Metadata = metadata
+			want, err := new(wmnats.NATSMarshaler).Marshal("topic", msg)
+			require.NoError(t, err)
+			got, err := headers{}.Marshal("topic", msg)
+			require.NoError(t, err)
+			require.Equal(t, want, got)
+		}
 	}
 }

@@ -5,8 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
+	"time"
 
 	wmnats "github.com/ThreeDotsLabs/watermill-nats/v2/pkg/nats"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -20,19 +20,28 @@ var ErrClosed = errors.New("jetstream: publisher is closed")
 
 // PublisherConfig configures a Publisher. The zero value works.
 type PublisherConfig struct {
-	// Marshaler makes messages of NATS. Defaults to that of watermill-nats, which
-	// puts metadata into headers; so a DeduplicationKey of
+	// Marshaler makes messages of NATS. By default they are those of watermill-nats,
+	// which have metadata in headers; so a DeduplicationKey of
 	// forwarder.NATSMessageID becomes the header that JetStream looks at.
 	Marshaler wmnats.Marshaler
+	// AckTimeout is how long JetStream may take for a message whose context has no
+	// deadline; those of a forwarder have one. Defaults to
+	// forwarder.DefaultPublishTimeout.
+	AckTimeout time.Duration
 }
 
 // Publisher publishes to streams, which must exist. It returns when JetStream has
-// acknowledged, and waits no longer than the context of a message: one that is
-// reported as failed then may be in the stream all the same. It is safe for
-// concurrent use.
+// acknowledged, and waits no longer than the context of a message, or than the
+// connection lasts: one that is reported as failed then may be in the stream all the
+// same. While a server does not read, sending takes as long as nats.FlusherTimeout
+// says. It is safe for concurrent use.
 type Publisher struct {
-	js     nats.JetStreamContext
+	conn   connection
 	config PublisherConfig
+	acks   *acks
+	inbox  *nats.Subscription
+	// ended is closed by Close, watched when nobody watches the connection any more.
+	ended, watched chan struct{}
 
 	mu      sync.Mutex
 	closed  bool
@@ -41,20 +50,81 @@ type Publisher struct {
 
 var _ forwarder.BatchPublisher = (*Publisher)(nil)
 
+// connection is what a Publisher needs of a *nats.Conn.
+type connection interface {
+	NewInbox() string
+	Subscribe(subject string, callback nats.MsgHandler) (*nats.Subscription, error)
+	PublishMsg(msg *nats.Msg) error
+	Status() nats.Status
+	StatusChanged(statuses ...nats.Status) chan nats.Status
+	RemoveStatusListener(changed chan nats.Status)
+}
+
 // NewPublisher returns a Publisher on a connection of the caller's, whom it belongs
 // to. Make it with nats.ReconnectBufSize(-1): with a buffer, what is published
 // while the server is away is reported as failed and sent all the same later, out
-// of order. Make js with nats.PublishAsyncTimeout, for instance of the time limit of
-// the messages: without one the client keeps each acknowledgement that never comes
-// in mind until it is connected anew, and with 4000 of them publishes no more.
-func NewPublisher(js nats.JetStreamContext, config PublisherConfig) (*Publisher, error) {
-	if js == nil {
-		return nil, errors.New("jetstream: NewPublisher needs a JetStreamContext")
+// of order. Close it, and whatever publishes with it, before the connection is closed
+// or drained. An error is the configuration's, or the connection's.
+func NewPublisher(conn *nats.Conn, config PublisherConfig) (*Publisher, error) {
+	if conn == nil {
+		return nil, errors.New("jetstream: NewPublisher needs a connection")
 	}
+	return newPublisher(conn, config)
+}
+
+func newPublisher(conn connection, config PublisherConfig) (*Publisher, error) {
 	if config.Marshaler == nil {
-		config.Marshaler = &wmnats.NATSMarshaler{}
+		config.Marshaler = headers{}
 	}
-	return &Publisher{js: js, config: config}, nil
+	if config.AckTimeout < 0 {
+		return nil, fmt.Errorf("jetstream: PublisherConfig.AckTimeout must not be negative, is %s", config.AckTimeout)
+	}
+	config.AckTimeout = cmp.Or(config.AckTimeout, forwarder.DefaultPublishTimeout)
+	p := &Publisher{
+		conn: conn, config: config, acks: newAcks(conn.NewInbox()),
+		ended: make(chan struct{}), watched: make(chan struct{}),
+	}
+	var err error
+	if p.inbox, err = conn.Subscribe(p.acks.inbox+"*", p.acks.receive); err != nil {
+		return nil, fmt.Errorf("jetstream: subscribe to acknowledgements: %w", err)
+	}
+	// Each has a channel of its own: the client drops a listener that has not heard the
+	// last before it is told the next.
+	go p.watch(conn.StatusChanged(nats.RECONNECTING), conn.StatusChanged(nats.CLOSED))
+	return p, nil
+}
+
+// watch fails what is not answered when the connection is lost, until it is closed or
+// the publisher is. What begins later sees for itself.
+func (p *Publisher) watch(lost, closed chan nats.Status) {
+	defer close(p.watched)
+	defer p.conn.RemoveStatusListener(lost)
+	defer p.conn.RemoveStatusListener(closed)
+	for {
+		select {
+		case <-p.ended:
+			return
+		case <-lost:
+			p.acks.fail(nats.ErrDisconnected)
+		case <-closed:
+			p.acks.fail(nats.ErrConnectionClosed)
+			return
+		}
+	}
+}
+
+// unusable returns why nothing can be published now.
+func unusable(status nats.Status) error {
+	switch status {
+	case nats.CONNECTED:
+		return nil
+	case nats.DRAINING_PUBS, nats.DRAINING_SUBS: // it would be sent, and its answer not be received
+		return nats.ErrConnectionDraining
+	case nats.CLOSED:
+		return nats.ErrConnectionClosed
+	case nats.CONNECTING, nats.DISCONNECTED, nats.RECONNECTING:
+	}
+	return nats.ErrConnectionReconnecting
 }
 
 // Publish publishes one message after the other, up to the first that fails.
@@ -77,69 +147,62 @@ func (p *Publisher) PublishBatch(batch []forwarder.Outgoing) []error {
 		return errs
 	}
 	defer p.running.Done()
-	futures := make([]nats.PubAckFuture, len(batch))
-	var errs []error
-	fail := func(i int, err error) {
-		if err == nil {
-			return
-		}
-		if errs == nil {
-			errs = make([]error, len(batch))
-		}
-		errs[i] = fmt.Errorf("jetstream: publish to %q: %w", batch[i].Topic, err)
-	}
+	call := p.acks.begin(len(batch))
+	defer call.end()
+	deadline := time.Now().Add(p.config.AckTimeout)
+	down := unusable(p.conn.Status())
 	for i, out := range batch {
-		var err error
-		futures[i], err = p.send(out)
-		fail(i, err)
+		if call.known(i) { // the connection was lost
+			continue
+		}
+		err := down
+		if err == nil {
+			err = p.send(out, call.reply(i))
+		}
+		if err != nil {
+			call.settle(i, err)
+		}
 	}
 	// The last first: when it is acknowledged the others are, as a rule, and who has to
 	// wait for one takes more of the machine than the message itself.
-	for i, future := range slices.Backward(futures) {
-		if future != nil {
-			fail(i, await(batch[i].Message.Context(), future))
+	for i := len(batch) - 1; i >= 0; i-- {
+		answered := call.watch(i)
+		if answered == nil {
+			continue
 		}
+		ctx, cancel := bounded(batch[i].Message.Context(), deadline)
+		select {
+		case <-answered:
+		case <-ctx.Done():
+			call.settle(i, cmp.Or(context.Cause(ctx), context.DeadlineExceeded))
+		}
+		cancel()
 	}
-	return errs
+	return call.errors(batch)
 }
 
-func (p *Publisher) send(out forwarder.Outgoing) (nats.PubAckFuture, error) {
+// bounded returns a context that has a deadline, its own if it has one.
+func bounded(ctx context.Context, deadline time.Time) (context.Context, context.CancelFunc) {
+	if _, own := ctx.Deadline(); own {
+		return ctx, func() {}
+	}
+	return context.WithDeadline(ctx, deadline)
+}
+
+// send sends a message whose answer goes to reply.
+func (p *Publisher) send(out forwarder.Outgoing, reply string) error {
 	if err := out.Message.Context().Err(); err != nil {
-		return nil, cmp.Or(context.Cause(out.Message.Context()), err)
+		return cmp.Or(context.Cause(out.Message.Context()), err)
 	}
 	msg, err := p.config.Marshaler.Marshal(out.Topic, out.Message)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if err := checkHeader(msg.Header); err != nil {
-		return nil, err
-	}
-	return p.js.PublishMsgAsync(msg)
-}
-
-func await(ctx context.Context, future nats.PubAckFuture) error {
-	ok := future.Ok()
-	select {
-	case <-ok: // without asking the context for more than it has
-		return nil
-	default:
-	}
-	failed := future.Err()
-	select {
-	case <-ok:
-		return nil
-	case err := <-failed:
 		return err
-	case <-ctx.Done():
 	}
-	select { // while others were waited for
-	case <-ok:
-		return nil
-	case err := <-failed:
-		return err
-	default:
-		return context.Cause(ctx)
-	}
+	msg.Reply = reply
+	return p.conn.PublishMsg(msg)
 }
 
 // begin reports whether the publisher is open, and counts the call.
@@ -157,8 +220,14 @@ func (p *Publisher) begin() bool {
 // open. It may be called more than once, and always returns nil.
 func (p *Publisher) Close() error {
 	p.mu.Lock()
+	first := !p.closed
 	p.closed = true
 	p.mu.Unlock()
 	p.running.Wait()
+	if first {
+		close(p.ended)
+	}
+	<-p.watched
+	_ = p.inbox.Unsubscribe() // fails if it is, or the connection is closed: then no more comes
 	return nil
 }
