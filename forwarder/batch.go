@@ -19,7 +19,7 @@ type Outgoing struct {
 // than one by one. A Destination's Publisher that has this method is used by it
 // alone. Messages that become ready while a call runs leave together in the next. Two
 // calls run at a time: beside one the other begins with as many messages as that has, or
-// with those that have waited for a millisecond.
+// with those that are there after a millisecond.
 type BatchPublisher interface {
 	message.Publisher
 

@@ -56,6 +56,12 @@ func (b *batchBroker) PublishBatch(batch []Outgoing) []error {
 	return errs
 }
 
+func (b *batchBroker) callsSoFar() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.sizes)
+}
+
 func newBatchBroker(verdict func(string, *message.Message) error) *batchBroker {
 	b := &batchBroker{broker: newBroker(verdict)}
 	b.takes, b.perCall = 0, time.Millisecond
@@ -276,6 +282,31 @@ func TestMessagesWaitForOthers(t *testing.T) {
 		answer(others)
 		answer(begun(1)) // no call runs
 		require.Zero(t, time.Since(start))
+
+		publish(1, 1)
+		first = begun(1)
+		publish(5, 1)
+		second = begun(1)
+		answer(first)
+		four = begun(4)
+		publish(5, 1)
+		answer(second)
+		five = begun(5) // in calls, 9
+		time.Sleep(linger / 2)
+		publish(1, 1)
+		answer(four)
+		require.Empty(t, calls, "it begins to wait")
+		time.Sleep(linger / 2)
+		publish(4, 1)
+		second = begun(5) // as many as in the call; the wait is over
+		answer(five)
+		time.Sleep(linger / 4)
+		publish(1, 1)
+		start = time.Now()
+		last := <-calls
+		require.Equal(t, linger, time.Since(start), "a wait of its own")
+		answer(last)
+		answer(second)
 		publishing.Wait()
 	})
 }

@@ -324,6 +324,11 @@ func TestBatchesThatHang(t *testing.T) {
 		}
 		time.Sleep(10 * time.Minute)
 		require.Subset(t, b.uuids(), []string{"x1", "y1"})
+		// What hangs is in no call any more that others would wait for.
+		calls := b.callsSoFar()
+		source.add(row{number: 13, topic: "t", key: "z", uuid: "z1"})
+		synctest.Wait()
+		require.Equal(t, calls+1, b.callsSoFar())
 		began := time.Now()
 		f.end()
 		require.LessOrEqual(t, time.Since(began), DefaultCloseTimeout+returnTimeout)

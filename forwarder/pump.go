@@ -84,8 +84,11 @@ func (p *pump) work(batches <-chan []*message.Message) {
 	}
 }
 
-// consume appends the messages of a line.
+// consume returns the messages of a line, in the room of an empty one if they fit.
 func (p *pump) consume(batch []*message.Message, line []consumed) []consumed {
+	if cap(line) < len(batch) {
+		line = make([]consumed, 0, len(batch))
+	}
 	for _, msg := range batch {
 		line = append(line, consumed{Message: msg, ctx: msg.Context(), origin: p.feed.origin(msg)})
 	}

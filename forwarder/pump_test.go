@@ -440,3 +440,19 @@ func TestWorkers(t *testing.T) {
 		f.end()
 	})
 }
+
+// A worker takes the next line into the room of the last one, unless that was large.
+func TestLinesShareTheirRoom(t *testing.T) {
+	t.Parallel()
+
+	p := &pump{feed: &endless{}}
+	batch := make([]*message.Message, DefaultBatchSize)
+	for i := range batch {
+		batch[i] = message.NewMessage("u", nil)
+	}
+	line := p.consume(batch, nil)
+	require.Len(t, line, DefaultBatchSize)
+	require.Equal(t, DefaultBatchSize, cap(line), "more is not kept")
+	again := p.consume(batch[1:], line[:0])
+	require.Same(t, &line[0], &again[0])
+}

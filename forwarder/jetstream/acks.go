@@ -30,8 +30,10 @@ type acks struct {
 type call struct {
 	*acks
 
-	number  uint64
-	answers []answer
+	number uint64
+	// reconnects is how often the connection had been made anew when the call began.
+	reconnects uint64
+	answers    []answer
 	// watched is the message that is waited for, if answered is not nil, which is closed
 	// when its answer is there.
 	watched  int
@@ -47,11 +49,11 @@ type answer struct {
 func newAcks(inbox string) *acks { return &acks{inbox: inbox + ".", calls: map[uint64]*call{}} }
 
 // begin begins a call of n messages, which the caller ends.
-func (a *acks) begin(n int) *call {
+func (a *acks) begin(n int, reconnects uint64) *call {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.last++
-	c := &call{acks: a, number: a.last, answers: make([]answer, n)}
+	c := &call{acks: a, number: a.last, reconnects: reconnects, answers: make([]answer, n)}
 	a.calls[c.number] = c
 	return c
 }
@@ -103,12 +105,15 @@ func (c *call) known(i int) bool {
 	return c.answers[i].known
 }
 
-// fail settles what is not answered of all calls: the connection is lost, and the
-// answers with it.
-func (a *acks) fail(err error) {
+// fail settles what is not answered of the calls that began before the connection was
+// made anew so many times: it was lost, and the answers with it.
+func (a *acks) fail(before uint64, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for _, c := range a.calls {
+		if c.reconnects >= before {
+			continue
+		}
 		for i := range c.answers {
 			c.set(i, err)
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"time"
 
@@ -31,10 +32,12 @@ type PublisherConfig struct {
 }
 
 // Publisher publishes to streams, which must exist. It returns when JetStream has
-// acknowledged, and waits no longer than the context of a message, or than the
+// acknowledged, and waits for that no longer than the context of a message, or than the
 // connection lasts: one that is reported as failed then may be in the stream all the
-// same. While a server does not read, sending takes as long as nats.FlusherTimeout
-// says. It is safe for concurrent use.
+// same. To send a message the client takes the time it takes, whatever the context
+// says: while a server does not read, nats.FlusherTimeout, and that of others before
+// it; while it connects anew, nats.Timeout. So a message may be sent that late. It is
+// safe for concurrent use.
 type Publisher struct {
 	conn   connection
 	config PublisherConfig
@@ -56,6 +59,7 @@ type connection interface {
 	Subscribe(subject string, callback nats.MsgHandler) (*nats.Subscription, error)
 	PublishMsg(msg *nats.Msg) error
 	Status() nats.Status
+	Stats() nats.Statistics
 	StatusChanged(statuses ...nats.Status) chan nats.Status
 	RemoveStatusListener(changed chan nats.Status)
 }
@@ -88,28 +92,43 @@ func newPublisher(conn connection, config PublisherConfig) (*Publisher, error) {
 	if p.inbox, err = conn.Subscribe(p.acks.inbox+"*", p.acks.receive); err != nil {
 		return nil, fmt.Errorf("jetstream: subscribe to acknowledgements: %w", err)
 	}
-	// Each has a channel of its own: the client drops a listener that has not heard the
-	// last before it is told the next.
-	go p.watch(conn.StatusChanged(nats.RECONNECTING), conn.StatusChanged(nats.CLOSED))
+	go p.watch(conn.StatusChanged(nats.RECONNECTING), conn.StatusChanged(nats.CONNECTED), conn.StatusChanged(nats.CLOSED))
 	return p, nil
 }
 
 // watch fails what is not answered when the connection is lost, until it is closed or
-// the publisher is. What begins later sees for itself.
-func (p *Publisher) watch(lost, closed chan nats.Status) {
+// the publisher is.
+//
+// The client forgets a listener that has not heard the last when there is something new
+// (sendStatusEvent of nats.go). So each status has a channel of its own, and
+// RECONNECTING, which is told for each server that refuses, a new one after each outage,
+// whose end shows as well that there was one.
+func (p *Publisher) watch(lost, found, closed chan nats.Status) {
 	defer close(p.watched)
-	defer p.conn.RemoveStatusListener(lost)
-	defer p.conn.RemoveStatusListener(closed)
+	defer func() {
+		for _, listener := range []chan nats.Status{lost, found, closed} {
+			p.conn.RemoveStatusListener(listener)
+		}
+	}()
 	for {
 		select {
 		case <-p.ended:
 			return
 		case <-lost:
-			p.acks.fail(nats.ErrDisconnected)
+		case <-found:
+			former := lost
+			lost = p.conn.StatusChanged(nats.RECONNECTING)
+			p.conn.RemoveStatusListener(former)
 		case <-closed:
-			p.acks.fail(nats.ErrConnectionClosed)
+			p.acks.fail(math.MaxUint64, nats.ErrConnectionClosed)
 			return
 		}
+		// In this order: if it is connected anew in between, that is told.
+		reconnects := p.conn.Stats().Reconnects
+		if p.conn.Status() != nats.CONNECTED {
+			reconnects++ // the last one is lost, too
+		}
+		p.acks.fail(reconnects, nats.ErrDisconnected)
 	}
 }
 
@@ -147,9 +166,10 @@ func (p *Publisher) PublishBatch(batch []forwarder.Outgoing) []error {
 		return errs
 	}
 	defer p.running.Done()
-	call := p.acks.begin(len(batch))
-	defer call.end()
 	deadline := time.Now().Add(p.config.AckTimeout)
+	call := p.acks.begin(len(batch), p.conn.Stats().Reconnects)
+	defer call.end()
+	// It is watched from here on, so what is sent on a connection that is lost fails.
 	down := unusable(p.conn.Status())
 	for i, out := range batch {
 		if call.known(i) { // the connection was lost
@@ -157,7 +177,7 @@ func (p *Publisher) PublishBatch(batch []forwarder.Outgoing) []error {
 		}
 		err := down
 		if err == nil {
-			err = p.send(out, call.reply(i))
+			err = p.send(out, call.reply(i), deadline)
 		}
 		if err != nil {
 			call.settle(i, err)
@@ -190,9 +210,13 @@ func bounded(ctx context.Context, deadline time.Time) (context.Context, context.
 }
 
 // send sends a message whose answer goes to reply.
-func (p *Publisher) send(out forwarder.Outgoing, reply string) error {
-	if err := out.Message.Context().Err(); err != nil {
-		return cmp.Or(context.Cause(out.Message.Context()), err)
+func (p *Publisher) send(out forwarder.Outgoing, reply string, deadline time.Time) error {
+	ctx := out.Message.Context()
+	if err := ctx.Err(); err != nil {
+		return cmp.Or(context.Cause(ctx), err)
+	}
+	if _, own := ctx.Deadline(); !own && !time.Now().Before(deadline) {
+		return context.DeadlineExceeded // since the client took so long for those before
 	}
 	msg, err := p.config.Marshaler.Marshal(out.Topic, out.Message)
 	if err != nil {

@@ -23,9 +23,12 @@ import (
 type answers struct {
 	receive nats.MsgHandler
 
-	mu        sync.Mutex
-	status    nats.Status
-	losses    int
+	mu         sync.Mutex
+	status     nats.Status
+	reconnects uint64
+	losses     int
+	// atStatus is done once, after the status was asked for.
+	atStatus  func()
 	listeners map[chan nats.Status][]nats.Status
 	sent      []string
 }
@@ -45,8 +48,19 @@ func (a *answers) Subscribe(_ string, receive nats.MsgHandler) (*nats.Subscripti
 
 func (a *answers) Status() nats.Status {
 	a.mu.Lock()
+	status, then := a.status, a.atStatus
+	a.atStatus = nil
+	a.mu.Unlock()
+	if then != nil {
+		then()
+	}
+	return status
+}
+
+func (a *answers) Stats() nats.Statistics {
+	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.status
+	return nats.Statistics{Reconnects: a.reconnects}
 }
 
 func (a *answers) StatusChanged(statuses ...nats.Status) chan nats.Status {
@@ -63,16 +77,25 @@ func (a *answers) RemoveStatusListener(listener chan nats.Status) {
 	delete(a.listeners, listener)
 }
 
-// become changes the status and tells who listens.
+// become changes the status and tells who listens, as the client does: who has not
+// heard the last is told nothing and forgotten.
 func (a *answers) become(status nats.Status) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.status = status
-	if status != nats.CONNECTED {
+	if status == nats.CONNECTED {
+		a.reconnects++
+	} else {
 		a.losses++
 	}
 	for listener, of := range a.listeners {
-		if slices.Contains(of, status) {
+		if !slices.Contains(of, status) {
+			continue
+		}
+		select {
+		case <-listener:
+			delete(a.listeners, listener)
+		default:
 			listener <- status
 		}
 	}
@@ -97,6 +120,8 @@ func (a *answers) PublishMsg(msg *nats.Msg) error {
 	switch payload {
 	case "unsent":
 		return errUnsent
+	case "slow":
+		time.Sleep(forwarder.DefaultPublishTimeout * 2 / 5)
 	case "cut":
 		time.AfterFunc(time.Second/2, func() { a.become(nats.RECONNECTING) })
 	case "closed":
@@ -172,7 +197,8 @@ func TestTimeLimits(t *testing.T) {
 	t.Parallel()
 
 	synctest.Test(t, func(t *testing.T) {
-		publisher, batch := publisherOn(t, newAnswers(), time.Second/2)
+		conn := newAnswers()
+		publisher, batch := publisherOn(t, conn, time.Second/2)
 		time.Sleep(time.Second)
 		requireErrors(t, []error{context.DeadlineExceeded}, publisher.PublishBatch(batch("unsent")))
 
@@ -183,6 +209,15 @@ func TestTimeLimits(t *testing.T) {
 		start := time.Now()
 		requireErrors(t, []error{context.DeadlineExceeded, nil, context.DeadlineExceeded}, publisher.PublishBatch(endless))
 		require.Equal(t, forwarder.DefaultPublishTimeout, time.Since(start), "together, not each")
+
+		// As long as there is time messages are sent, however long each takes.
+		slow := batch(slices.Repeat([]string{"slow"}, 5)...)
+		for _, out := range slow {
+			out.Message.SetContext(context.Background())
+		}
+		late := context.DeadlineExceeded
+		requireErrors(t, []error{late, late, late, late, late}, publisher.PublishBatch(slow))
+		require.Equal(t, []string{"", "ok", "", "slow", "slow", "slow"}, conn.sent)
 	})
 	_, err := newPublisher(newAnswers(), PublisherConfig{AckTimeout: -1})
 	require.ErrorContains(t, err, "AckTimeout must not be negative")
@@ -212,6 +247,70 @@ func TestConnectionIsLost(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A call that begins while the connection is being lost is none that waits for ever,
+// and one that begins when it is there again is not failed by what was before.
+func TestCallsThatBeginMeanwhile(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		conn := newAnswers()
+		publisher, batch := publisherOn(t, conn, time.Minute)
+		start := time.Now()
+		conn.atStatus = func() {
+			conn.become(nats.RECONNECTING)
+			synctest.Wait()
+		}
+		requireErrors(t, []error{nats.ErrDisconnected}, publisher.PublishBatch(batch("ok")))
+		require.Zero(t, time.Since(start))
+		require.Empty(t, conn.sent)
+
+		conn.become(nats.CONNECTED)
+		synctest.Wait()
+		publisher.acks.mu.Lock() // the watch does not get further for a while
+		conn.become(nats.RECONNECTING)
+		conn.become(nats.CONNECTED)
+		publisher.acks.mu.Unlock()
+		require.Nil(t, publisher.PublishBatch(batch("ok")))
+	})
+}
+
+// That the client forgets who does not listen in time leaves nothing waiting, then or at
+// the next loss.
+func TestWatchIsLate(t *testing.T) {
+	t.Parallel()
+
+	synctest.Test(t, func(t *testing.T) {
+		conn := newAnswers()
+		publisher, batch := publisherOn(t, conn, time.Minute)
+		results := make(chan []error, 1)
+		begin := func() {
+			go func() { results <- publisher.PublishBatch(batch("")) }()
+			synctest.Wait()
+			require.Empty(t, results)
+		}
+		lost := func() {
+			t.Helper()
+			synctest.Wait()
+			require.Len(t, results, 1)
+			requireErrors(t, []error{nats.ErrDisconnected}, <-results)
+		}
+
+		begin()
+		publisher.acks.mu.Lock()
+		for range 3 { // one is heard, one waits to be, one is dropped with that
+			conn.become(nats.RECONNECTING)
+		}
+		conn.become(nats.CONNECTED)
+		publisher.acks.mu.Unlock()
+		lost()
+		require.Nil(t, publisher.PublishBatch(batch("ok")))
+
+		begin()
+		conn.become(nats.RECONNECTING)
+		lost()
+	})
 }
 
 // Nothing is sent on a connection on which no answer would be received.
@@ -259,7 +358,7 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	t.Parallel()
 
 	acks := newAcks("_INBOX.x")
-	call := acks.begin(1)
+	call := acks.begin(1, 0)
 	ok := []byte(`{"stream":"s","seq":1}`)
 	for _, subject := range []string{"_INBOX.x.1", "_INBOX.x.1-1", "_INBOX.x.2-0", "_INBOX.x.1--1", "_INBOX.x.1-0-0", "_INBOX.x.-", "_INBOX.x.", "_INBOX.x", "1-0", "", "a.b"} {
 		acks.receive(&nats.Msg{Subject: subject, Data: ok})
@@ -269,7 +368,7 @@ func TestAnswersNobodyWaitsFor(t *testing.T) {
 	acks.receive(&nats.Msg{Subject: call.reply(0), Data: ok})
 	acks.receive(&nats.Msg{Subject: call.reply(0), Data: []byte("nonsense")})
 	require.Nil(t, call.watch(0))
-	acks.fail(nats.ErrDisconnected)
+	acks.fail(1, nats.ErrDisconnected)
 	require.Nil(t, call.errors([]forwarder.Outgoing{{}}))
 	call.end()
 	acks.receive(&nats.Msg{Subject: call.reply(0), Data: ok})
