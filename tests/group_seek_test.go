@@ -269,12 +269,13 @@ func saveOnce(ctx context.Context, f *fixture, store *cursor.Store, held cursor.
 	return saved[held.Key], err
 }
 
-// awaitWaiting waits until a session waits for a lock of a table, or of the kind.
+// awaitWaiting waits until a session of this database waits for a lock of a table, or of
+// the kind. Tables of other databases may have the same oid, and those of tests do.
 func (f *fixture) awaitWaiting(t testing.TB, what string) {
 	t.Helper()
 	require.Eventually(t, func() bool {
-		return f.number(`SELECT count(*)::int FROM pg_locks l LEFT JOIN pg_class c ON c.oid = l.relation
-			WHERE NOT l.granted AND (c.relname = $1 OR l.locktype = $1)`, what) > 0
+		return f.number(`SELECT count(*)::int FROM pg_locks l JOIN pg_stat_activity a USING (pid) LEFT JOIN pg_class c ON c.oid = l.relation
+			WHERE NOT l.granted AND a.datname = current_database() AND (c.relname = $1 OR l.locktype = $1)`, what) > 0
 	}, waitFor, 2*time.Millisecond)
 }
 

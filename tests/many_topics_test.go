@@ -126,7 +126,23 @@ func TestManyTopicsBatchThatFails(t *testing.T) {
 	_, batches := f.subscribeBatches(consumer, outbox.SubscriberConfig{
 		Ordering: outbox.OrderingByKey, Retry: outbox.RetryConfig{MaxAttempts: 5, MinBackoff: time.Millisecond},
 	}, outbox.AllTopics())
-	f.publishTo("orders", "k", 5)
+	// A line goes out with what there is of it, which is less if a worker is quick: then
+	// another one is tried.
+	var topic string
+	var first []*message.Message
+	for try := 0; len(first) < 5; try++ {
+		require.Less(t, try, 100)
+		topic = fmt.Sprint("orders ", try)
+		f.publishTo(topic, "k", 5)
+		for got := 0; got < 5; got += len(first) {
+			if first = nextBatch(t, batches); len(first) == 5 {
+				break
+			}
+			for _, msg := range first {
+				msg.Ack()
+			}
+		}
+	}
 	attempts := func(batch []*message.Message) (list []int) {
 		for _, msg := range batch {
 			delivery, _ := outbox.DeliveryFromCtx(msg.Context())
@@ -149,7 +165,8 @@ func TestManyTopicsBatchThatFails(t *testing.T) {
 		require.Equal(t, attempt, attempts(all))
 		return all
 	}
-	batch := next("01234", 1, 1, 1, 1, 1)
+	require.Equal(t, []int{1, 1, 1, 1, 1}, attempts(first))
+	batch := first
 	batch[0].Ack()
 	batch[3].Ack() // what is acked stays acked
 	outbox.SetError(batch[1].Context(), errors.New("not now"))
@@ -164,7 +181,7 @@ func TestManyTopicsBatchThatFails(t *testing.T) {
 	batch[1].Nack()
 	batch[2].Nack()
 	next("4", 1)[0].Ack()
-	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.dead_letters WHERE topic = 'orders' AND convert_from(payload, 'UTF8') = '2' AND error = 'it is odd: never'"))
+	require.Equal(t, 1, f.number("SELECT count(*)::int FROM outbox.dead_letters WHERE topic = $1 AND convert_from(payload, 'UTF8') = '2' AND error = 'it is odd: never'", topic))
 }
 
 // A message of a group that reads many topics can be buried, and comes again when
