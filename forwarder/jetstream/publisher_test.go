@@ -159,6 +159,17 @@ func publisherOn(t *testing.T, conn *answers, limit time.Duration) (publisher *P
 	}
 }
 
+// unanswered begins a call of a message that gets no answer; its results will be in the
+// channel.
+func unanswered(t *testing.T, publisher *Publisher, batch func(payloads ...string) []forwarder.Outgoing) chan []error {
+	t.Helper()
+	results := make(chan []error, 1)
+	go func() { results <- publisher.PublishBatch(batch("")) }()
+	synctest.Wait()
+	require.Empty(t, results)
+	return results
+}
+
 // requireErrors compares what became of each message, nil for those that are safe.
 func requireErrors(t *testing.T, want, got []error) {
 	t.Helper()
@@ -284,32 +295,26 @@ func TestWatchIsLate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		conn := newAnswers()
 		publisher, batch := publisherOn(t, conn, time.Minute)
-		results := make(chan []error, 1)
-		begin := func() {
-			go func() { results <- publisher.PublishBatch(batch("")) }()
-			synctest.Wait()
-			require.Empty(t, results)
-		}
-		lost := func() {
+		lost := func(results chan []error) {
 			t.Helper()
 			synctest.Wait()
 			require.Len(t, results, 1)
 			requireErrors(t, []error{nats.ErrDisconnected}, <-results)
 		}
 
-		begin()
+		results := unanswered(t, publisher, batch)
 		publisher.acks.mu.Lock()
 		for range 3 { // one is heard, one waits to be, one is dropped with that
 			conn.become(nats.RECONNECTING)
 		}
 		conn.become(nats.CONNECTED)
 		publisher.acks.mu.Unlock()
-		lost()
+		lost(results)
 		require.Nil(t, publisher.PublishBatch(batch("ok")))
 
-		begin()
+		results = unanswered(t, publisher, batch)
 		conn.become(nats.RECONNECTING)
-		lost()
+		lost(results)
 	})
 }
 
@@ -339,9 +344,7 @@ func TestCloseWhileCallsRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		conn := newAnswers()
 		publisher, batch := publisherOn(t, conn, time.Minute)
-		results := make(chan []error, 1)
-		go func() { results <- publisher.PublishBatch(batch("")) }()
-		synctest.Wait()
+		results := unanswered(t, publisher, batch)
 		time.AfterFunc(time.Second, func() { conn.become(nats.RECONNECTING) })
 		start := time.Now()
 		var closing sync.WaitGroup
